@@ -11,17 +11,22 @@ app = typer.Typer(help="Set up virtual machines, and see which kinds of machines
 
 
 @app.command("setup")
-def setup() -> None:
+def setup(
+    architecture: Annotated[
+        str | None, typer.Option(help="of the guests: x86_64 or aarch64", show_default="this host's")
+    ] = None,
+) -> None:
     """Get what virtual machines need: QEMU and a Linux kernel, from Debian packages. For example:
 
         rollmill machines setup
+        rollmill machines setup --architecture x86_64
 
     QEMU is installed with apt-get, which needs root. Without root, this prints the command to run. The kernel is only
     unpacked into your cache directory. What is already there stays as it is.
     """
     from rollmill.environments.machines.qemu.setup import set_up
 
-    set_up(typer.echo)
+    set_up(typer.echo, architecture)
     typer.echo("`rollmill machines doctor` tries it")
 
 

@@ -80,6 +80,19 @@ def test_a_kernel_package_gives_its_kernel_and_modules(tmp_path: Path) -> None:
     assert found == {"vmlinuz": b"kernel", "virtio_console.ko": b"console", "virtio.ko": b"virtio"}
 
 
+def test_modules_are_loaded_after_those_that_they_need(tmp_path: Path) -> None:
+    for name, needs in {
+        "virtio": "virtio_ring",
+        "virtio_ring": "",
+        "virtio_pci": "virtio,virtio_ring,built_in",
+    }.items():
+        (tmp_path / f"{name}.ko").write_bytes(b"ELF\0depends=" + needs.encode() + b"\0vermagic=6.1\0")
+    (tmp_path / "virtio_console.ko").write_bytes(b"nothing is known of it")
+    (tmp_path / "virtio_pci_modern_dev.ko").write_bytes(b"\0depends=virtio_pci_modern_dev\0")  # itself
+    ordered = [path.stem for path in parts.load_order(parts.MODULES, tmp_path)]
+    assert ordered == ["virtio_ring", "virtio", "virtio_pci_modern_dev", "virtio_pci", "virtio_console"]
+
+
 def test_fidelity_is_scored_item_by_item_and_kept_with_the_image(
     rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

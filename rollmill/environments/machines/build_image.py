@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rollmill.environments.machines import images, layers
 from rollmill.environments.machines.images import BUILT_IN, NAME, ImageRecord, LayerRecord, images_directory
 from rollmill.environments.machines.oci import take_files
-from rollmill.environments.machines.os_layer import build_dockerfile, make_debian
+from rollmill.environments.machines.os_layer import build_dockerfile, make_debian, unpacked_root
 from rollmill.environments.machines.repository import seal
 from rollmill.errors import TaskError
 
@@ -36,27 +36,33 @@ def build_image(
     inside: str = "/",
     suite: str | None = None,
     programs: Sequence[str] = (),
+    architecture: str | None = None,
     dockerfile: Path | None = None,
 ) -> ImageRecord:
     """Make an image of a Debian suite with `programs` (its packages), Python requirements, a repository, files of an
-    OCI image or of a Dockerfile's, a directory, or several, and name it.
+    OCI image or of a Dockerfile's, a directory, or several, and name it. `architecture` is that of the suite.
 
     Each is a layer of its own, in this order; the same content is kept once.
     """
     if not NAME.fullmatch(name) or name == BUILT_IN:
         raise TaskError(f"{name!r} cannot be the name of an image", hint="letters, digits, dots, dashes, underscores")
+    if architecture is not None and suite is None:
+        raise TaskError("an architecture needs an operating system of it", hint="--suite bookworm")
     root = images_directory()
     root.mkdir(parents=True, exist_ok=True)
+    system: str | None = None
     record = ImageRecord(digest="0" * 64)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=root, ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
         if suite is not None:
-            make_debian(suite, programs, place / "root")
+            make_debian(suite, programs, place / "root", architecture)
             _add(record, "root", place / "root")
+            system = unpacked_root(root / "layers" / record.layers[0].digest, root)
         if requirements is not None:
-            _install(requirements, place / "packages")
+            record.python = images.python_platform(system)
+            _install(requirements, place / "packages", record.python)
             _add(record, "packages", place / "packages")
-            record.python, record.requirements = images.python_platform(), requirements.read_text().split("\n")
+            record.requirements = requirements.read_text().split("\n")
         if repository is not None:
             record.commit = seal(repository, commit, place / "repository")
             _add(record, "work", place / "repository")
@@ -113,11 +119,14 @@ def _copy(directory: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
 
 
-def _install(requirements: Path, target: Path) -> None:
-    """Install with pip for the Python of this process, which is the Python of the machines."""
+def _install(requirements: Path, target: Path, python: str) -> None:
+    """Install with pip for the Python of this process, which is that of the machines. Or for another architecture's
+    (`python` is a platform of images.py): then only packages that are built already."""
     if not requirements.is_file():
         raise TaskError(f"{requirements} is not a file", hint="--requirements names a file with one package per line")
     arguments = ["install", "--quiet", "--disable-pip-version-check", "--no-input", "--target", str(target)]
+    if python != images.python_platform():
+        arguments += _pip_options(*python.split(" linux-"))
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pip", *arguments, "--requirement", str(requirements)],
         stdout=subprocess.DEVNULL,
@@ -137,6 +146,14 @@ def _install(requirements: Path, target: Path) -> None:
         if script.is_file():
             data = script.read_bytes()
             script.write_bytes(_SHEBANG.sub(_PYTHON, data))
+
+
+def _pip_options(version: str, architecture: str) -> list[str]:
+    """Options with which pip takes packages for another Python."""
+    platforms = [f"manylinux_2_{minor}_{architecture}" for minor in (36, 34, 31, 28, 27, 24, 17)]
+    platforms += [f"manylinux2014_{architecture}", f"linux_{architecture}"]
+    named = [f"--platform={each}" for each in platforms]
+    return ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp", *named]
 
 
 def keep_fidelity(name: str, kind: str, distance: float) -> None:

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import platform
 import re
 import sys
 import sysconfig
@@ -37,7 +38,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, Field, ValidationError
 
 from rollmill.environments.machines import layers
-from rollmill.environments.machines.os_layer import unpacked_root
+from rollmill.environments.machines.os_layer import architecture_of, python_version, unpacked_root
 from rollmill.environments.machines.services import STATE, Service
 from rollmill.errors import ObjectMissing, TaskError
 from rollmill.storage.objects import Objects
@@ -75,14 +76,18 @@ class Image:
     services: tuple[Service, ...] = ()
     root: str | None = None  # directory of this host: an operating system instead of this host's programs
     state: str | None = None  # file of this host: what the services start with
+    architecture: str | None = None  # of the operating system, as `uname -m` prints it; None: this host's, or unknown
 
-    def check_programs(self, kind: str) -> None:
-        """TaskError if the image has an operating system of its own, for a kind of machine that cannot use one."""
-        if self.root is not None:
-            raise TaskError(
-                f"image {self.name!r} has an operating system of its own, and {kind} machines run this host's programs",
-                hint='use [machine] kind = "namespace"',
-            )
+    def check_programs(self, kind: str, *, own_system: bool = False) -> None:
+        """TaskError if the image has an operating system of its own that this kind of machine cannot run. `own_system`:
+        it can run those of this host's architecture."""
+        if self.root is None or (own_system and self.architecture in (None, platform.machine())):
+            return
+        why = f"is for {self.architecture}" if own_system else "has an operating system of its own"
+        raise TaskError(
+            f"image {self.name!r} {why}, and {kind} machines run programs of this host",
+            hint='use [machine] kind = "qemu"',
+        )
 
     def services_state(self) -> bytes:
         """What the services start with: a tar of their directories."""
@@ -101,9 +106,14 @@ def images_directory() -> Path:
     return Path(os.environ.get("ROLLMILL_IMAGES") or cache / "rollmill" / "images")
 
 
-def python_platform() -> str:
-    """Packages for one of these do not work on another."""
-    return f"{sys.version_info.major}.{sys.version_info.minor} {sysconfig.get_platform()}"
+def python_platform(root: str | None = None) -> str:
+    """Packages for one of these do not work on another. That of this host; or of an operating system, if it is of
+    another architecture."""
+    architecture = None if root is None else architecture_of(Path(root))
+    if root is None or architecture in (None, platform.machine()):
+        return f"{sys.version_info.major}.{sys.version_info.minor} {sysconfig.get_platform()}"
+    version = python_version(Path(root)) or (0, 0)
+    return f"{version[0]}.{version[1]} linux-{architecture}"
 
 
 class Places(Protocol):
@@ -140,12 +150,13 @@ def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) ->
             f"machine image {name!r} does not exist",
             hint=f"`rollmill images build {name} …` makes it; known images: {', '.join(known)}",
         )
-    if record.python not in ("", python_platform()):
+    loaded = _load_layers(name, record, max_bytes)
+    if record.python not in ("", runs := python_platform(loaded.root)):
         raise TaskError(
-            f"machine image {name!r} is for Python {record.python}, and this is {python_platform()}",
+            f"machine image {name!r} is for Python {record.python}, and this is {runs}",
             hint=f"`rollmill images build {name} --requirements …` makes it again",
         )
-    return _load_layers(name, record, max_bytes)
+    return loaded
 
 
 def _load_layers(name: str, record: ImageRecord, max_bytes: int) -> Image:
@@ -166,7 +177,8 @@ def _load_layers(name: str, record: ImageRecord, max_bytes: int) -> Image:
     if sum(map(len, files.values())) > max_bytes:
         raise _too_large(name, max_bytes)
     services = tuple(record.services) if state is not None else ()
-    return Image(name, record.digest, MappingProxyType(files), packages, services, root, state)
+    architecture = None if root is None else architecture_of(Path(root))
+    return Image(name, record.digest, MappingProxyType(files), packages, services, root, state, architecture)
 
 
 def built_names() -> list[str]:

@@ -17,12 +17,12 @@ class Probed:
     restore_s: float  # the same, of a machine that is restored from a snapshot
 
 
-async def probe(host: MachineHost) -> Probed:
+async def probe(host: MachineHost, image: str = BUILT_IN) -> Probed:
     """MachineError says what does not work."""
-    first = await host.create(BUILT_IN)  # may boot a template, or start a process
+    first = await host.create(image)  # may boot a template, or start a process
     await first.close()
     began = time.monotonic()
-    machine = await host.create(BUILT_IN, {"kept": b"by the snapshot"})
+    machine = await host.create(image, {"kept": b"by the snapshot"})
     try:
         result = await machine.exec(["python", "-c", "print(6 * 7)"], timeout_s=60.0)
         start_s = time.monotonic() - began
@@ -32,7 +32,7 @@ async def probe(host: MachineHost) -> Probed:
     finally:
         await machine.close()
     began = time.monotonic()
-    restored = await host.create(BUILT_IN, snapshot=snapshot)
+    restored = await host.create(image, snapshot=snapshot)
     try:
         result = await restored.exec(["cat", "kept"], timeout_s=60.0)
         restore_s = time.monotonic() - began

@@ -10,11 +10,13 @@ from rollmill.environments.machine import Machine, MachineHost
 from rollmill.environments.machines import images
 from rollmill.environments.machines.build_image import remove_image
 from rollmill.environments.machines.images import ImageRecord
+from rollmill.environments.machines.probe import probe
 from rollmill.environments.sections import MachineSection
 from rollmill.errors import TaskError
 from rollmill.kinds import build
 
 _VERIFY_S = 600.0
+_ROOM_MB = 1024  # virtual machines keep an operating system of their own in memory
 
 
 def build_verified(name: str, commands: Sequence[str], kind: str, make: Callable[[str], ImageRecord]) -> ImageRecord:
@@ -31,8 +33,12 @@ def build_verified(name: str, commands: Sequence[str], kind: str, make: Callable
 
 
 async def _verify(name: str, commands: Sequence[str], kind: str) -> None:
-    host: MachineHost = build(MachineSection.model_validate({"kind": kind}))
+    own_system = images.load_image(name, None).root is not None
+    room = {"memory_mb": _ROOM_MB} if own_system else {}
+    host: MachineHost = build(MachineSection.model_validate({"kind": kind, **room}))
     try:
+        if own_system:  # nobody has run its programs yet: start, exec, save, restore
+            await probe(host, name)
         machine = await host.create(name)
         await verify(machine, commands)
         await machine.close()

@@ -39,7 +39,7 @@ from rollmill.errors import TaskError
 
 HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"
 _TESTS, _SOLUTION, _LOGS = "/tmp/tests", "/tmp/solution", "/tmp/logs"  # noqa: S108  in a machine
-_MOVED = {"/tests": _TESTS, "/solution": _SOLUTION, "/oracle": _SOLUTION, "/logs": _LOGS}
+MOVED = {"/tests": _TESTS, "/solution": _SOLUTION, "/oracle": _SOLUTION, "/logs": _LOGS}
 _REWARDS = [f"{_LOGS}/verifier/reward.txt", f"{_LOGS}/verifier/reward.json"]
 
 
@@ -120,14 +120,14 @@ def _read_harbor(folder: Path, images: Mapping[str, str]) -> Task:
         raise TaskError("steps/: tasks of several steps are not supported", hint="make a task of each step")
     docker = _environment(folder / "environment" / "Dockerfile", entry.environment)
     start, image = _start(folder.name, docker, images)
-    moved = {docker.workdir: WORK, **_MOVED}
+    moved = {docker.workdir: WORK, **MOVED}
     tests = _script_of(folder / "tests", "test.sh", moved)
     solution = read_tree(folder / "solution")
     grading = {
         "verdict": "reward_file",
         "command": ["bash", f"{_TESTS}/test.sh"],
         "reward_files": _REWARDS,
-        "env": {name: _rewrite(value, moved) for name, value in entry.verifier.env.items()},
+        "env": {name: rewrite(value, moved) for name, value in entry.verifier.env.items()},
         "timeout_s": entry.verifier.timeout_sec,
     }
     return _task(
@@ -136,7 +136,7 @@ def _read_harbor(folder: Path, images: Mapping[str, str]) -> Task:
         start,
         image,
         {**grading, "files": {**tests, f"{_LOGS}/verifier/README": "The reward is written here.\n"}},
-        {f"{_SOLUTION}/{path}": _rewrite_bytes(data, moved) for path, data in solution.items()},
+        {f"{_SOLUTION}/{path}": rewrite_bytes(data, moved) for path, data in solution.items()},
         _solve(entry.solution.env, moved) if "solve.sh" in solution else [],
         {name: str(entry.metadata[name]) for name in ("difficulty", "category") if name in entry.metadata},
         entry.agent.timeout_sec,
@@ -144,7 +144,7 @@ def _read_harbor(folder: Path, images: Mapping[str, str]) -> Task:
 
 
 def _solve(env: Mapping[str, str], moved: Mapping[str, str]) -> list[str]:
-    variables = [f"{name}={_rewrite(value, moved)}" for name, value in env.items()]
+    variables = [f"{name}={rewrite(value, moved)}" for name, value in env.items()]
     return [*(["env", *variables] if variables else []), "bash", f"{_SOLUTION}/solve.sh"]
 
 
@@ -159,9 +159,9 @@ def _read_terminal_bench(folder: Path, images: Mapping[str, str]) -> Task:
         raise TaskError(where, hint="correct it") from None
     docker = _environment(folder / "Dockerfile", _Environment())
     start, image = _start(folder.name, docker, images)
-    moved = {docker.workdir: WORK, **_MOVED}
+    moved = {docker.workdir: WORK, **MOVED}
     tests = _script_of(folder / "tests", None, moved)
-    run_tests = _rewrite((folder / "run-tests.sh").read_text(encoding="utf-8"), moved)
+    run_tests = rewrite((folder / "run-tests.sh").read_text(encoding="utf-8"), moved)
     grading = {
         "command": ["bash", f"{_TESTS}/run-tests.sh"],
         "files": {**tests, f"{_TESTS}/run-tests.sh": run_tests},
@@ -169,7 +169,7 @@ def _read_terminal_bench(folder: Path, images: Mapping[str, str]) -> Task:
         "timeout_s": entry.max_test_timeout_sec,
     }
     script = folder / "solution.sh"
-    solution = {f"{_SOLUTION}/solution.sh": _rewrite_bytes(script.read_bytes(), moved)} if script.is_file() else {}
+    solution = {f"{_SOLUTION}/solution.sh": rewrite_bytes(script.read_bytes(), moved)} if script.is_file() else {}
     tags = {"difficulty": entry.difficulty, "category": entry.category}
     return _task(
         folder.name,
@@ -243,7 +243,7 @@ def _script_of(tests: Path, script: str | None, moved: Mapping[str, str]) -> dic
     files: dict[str, Any] = {}
     for path, data in found.items():
         try:
-            files[f"{_TESTS}/{path}"] = _rewrite(data.decode("utf-8"), moved)
+            files[f"{_TESTS}/{path}"] = rewrite(data.decode("utf-8"), moved)
         except UnicodeDecodeError:
             files[f"{_TESTS}/{path}"] = {"base64": base64.b64encode(data).decode()}
     return files
@@ -256,18 +256,18 @@ def _instruction(text: str, moved: Mapping[str, str]) -> str:
         lines.pop(0)
     if not lines:
         raise TaskError("the instruction is empty", hint="say what the agent is asked")
-    return _rewrite("\n".join(lines).strip(), moved)
+    return rewrite("\n".join(lines).strip(), moved)
 
 
-def _rewrite(text: str, moved: Mapping[str, str]) -> str:
+def rewrite(text: str, moved: Mapping[str, str]) -> str:
     """Text with the paths of the container replaced by those of a machine: whole path components only."""
     names = sorted((name for name in moved if name != "/"), key=len, reverse=True)
     pattern = re.compile(rf"(?<![\w/.~$}}-])({'|'.join(map(re.escape, names))})(?![\w-])")
     return pattern.sub(lambda found: moved[found[1]], text)
 
 
-def _rewrite_bytes(data: bytes, moved: Mapping[str, str]) -> bytes:
+def rewrite_bytes(data: bytes, moved: Mapping[str, str]) -> bytes:
     try:
-        return _rewrite(data.decode("utf-8"), moved).encode()
+        return rewrite(data.decode("utf-8"), moved).encode()
     except UnicodeDecodeError:
         return data

@@ -21,6 +21,7 @@ from rollmill.environments.machines.qemu.parts import (
     Parts,
     architecture,
     kernel_directory,
+    load_order,
 )
 from rollmill.errors import MachineError
 
@@ -58,7 +59,7 @@ def find_parts(kernel: str | None = None) -> FirecrackerParts:
             hint=f"delete its vmlinuz if it is there; {SETUP}. Or set `machine.kernel`",
         )
     names = MODULES[:2] + VSOCK_MODULES if kernel is None else ()
-    modules = tuple(path for name in names if (path := place / f"{name}.ko").is_file())
+    modules = load_order(names, place)
     source = place / "vmlinuz" if kernel is None else Path(kernel)
     return FirecrackerParts(
         program, jailer, setpriv, Parts(architecture(), program, setpriv, source, modules, preload=None)

@@ -67,6 +67,7 @@ class NamespaceHost:
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> NamespaceMachine:
         loaded = await obtain_image(image, self.config)
+        loaded.check_programs("namespace", own_system=True)
         if (sees := (loaded.packages, loaded.root)) not in ((None, None), self._sees):
             other = self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
             return await other.create(image, files, snapshot=snapshot)

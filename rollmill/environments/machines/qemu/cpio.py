@@ -28,6 +28,15 @@ class Archive:
     def __contains__(self, path: str) -> bool:
         return path in self._entries
 
+    @property
+    def size(self) -> int:
+        """Bytes of all files, each of whole pages as a file system in memory has them."""
+        sizes = [
+            each.source.stat().st_size if isinstance(each.source, Path) else len(each.source)
+            for each in self._entries.values()
+        ]
+        return sum(-(-size // 4096) * 4096 for size in sizes)
+
     def directory(self, path: str, mode: int = 0o755) -> None:
         self._add(path, _Entry(stat.S_IFDIR | mode))
 

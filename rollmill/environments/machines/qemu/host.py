@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import platform
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pydantic import Field
 
@@ -15,17 +18,19 @@ from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.images import Image, obtain_image
+from rollmill.environments.machines.os_layer import python_version
 from rollmill.environments.machines.qemu import initramfs, ram
 from rollmill.environments.machines.qemu.launch import KVM, Accelerator, Shape
 from rollmill.environments.machines.qemu.machine import QemuMachine, state_of
 from rollmill.environments.machines.qemu.parts import find_parts
 from rollmill.environments.machines.qemu.vm import Saved, StateRefused, Vm
-from rollmill.errors import MachineError
+from rollmill.errors import MachineError, TaskError
 
 _BOOT_S: dict[Accelerator, float] = {"kvm": 10.0, "tcg": 180.0}  # until the first command has run
 _MOST_SLOWDOWN = 100.0
 _WARM_UPS = 12
 _SETTLE_S = 1.0
+_KERNEL_MB = 96  # what a guest needs beside its files to boot
 _MEASUREMENTS, _LOOPS = 3, 2  # of the slowdown
 
 
@@ -57,7 +62,8 @@ class QemuHost:
 
     def __init__(self, config: QemuConfig | None = None) -> None:
         self.config = config or QemuConfig()
-        self._templates: dict[tuple[str | None, str | None], asyncio.Task[Template]] = {}  # by packages and services
+        # by packages, operating system and services
+        self._templates: dict[tuple[str | None, str | None, str | None], asyncio.Task[Template]] = {}
         self._running: set[Vm] = set()
         self._starting = asyncio.Semaphore(os.cpu_count() or 1)  # more at once only slow each other down
 
@@ -85,8 +91,7 @@ class QemuHost:
 
     async def template(self, image: Image) -> Template:
         """The template of an image; booted on first use. MachineError says what this host lacks."""
-        image.check_programs("qemu")
-        key = (image.packages, image.digest if image.services else None)
+        key = (image.packages, image.root, image.digest if image.services else None)
         task = self._templates.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._templates[key] = asyncio.create_task(self._make_template(image))
@@ -115,8 +120,10 @@ class QemuHost:
             await self.end(vm)
 
     async def _make_template(self, image: Image) -> Template:
-        parts = find_parts()
-        chosen = self.config.accelerator
+        _check_packages(image)
+        parts = find_parts(image.architecture)
+        own = parts.architecture.name == platform.machine()
+        chosen: Accelerator | None = self.config.accelerator if own else "tcg"  # KVM runs this host's architecture only
         if chosen is not None:
             return await self._boot(Shape(parts, chosen, self.config.memory_mb), image)
         if os.access(KVM, os.R_OK | os.W_OK):  # whether it works, only a boot tells
@@ -130,8 +137,12 @@ class QemuHost:
         began = time.monotonic()
         with open(ram.create(0, "initramfs"), "w+b") as file:
             extra = [path for service in image.services for path in service.files]
-            await asyncio.to_thread(initramfs.build, shape.parts, limits_of(self.config), image.packages, file, extra)
+            limits = limits_of(self.config)
+            size = await asyncio.to_thread(
+                initramfs.build, shape.parts, limits, image.packages, file, extra, tree=image.root
+            )
             file.flush()
+            _check_room(image, size + os.fstat(file.fileno()).st_size, shape.memory_mb)
             vm = await Vm.boot(shape, file)
         self._running.add(vm)
         limit_s = _BOOT_S[shape.accelerator]
@@ -157,6 +168,28 @@ class QemuHost:
         self._running.discard(vm)
         vm.agent.close()
         return Template(shape, saved, replace(basic, slowdown=slowdown), boot_s)
+
+
+def _check_packages(image: Image) -> None:
+    """TaskError if the image has packages for this host's Python, and an operating system with another one."""
+    if image.root is None or image.packages is None or image.architecture != platform.machine():
+        return
+    version = python_version(Path(image.root))
+    if version != sys.version_info[:2]:
+        raise TaskError(
+            f"the packages of image {image.name!r} are for Python {sys.version_info[0]}.{sys.version_info[1]}, and its "
+            f"operating system has {version}",
+            hint='use [machine] kind = "namespace", or a suite with the Python of this host',
+        )
+
+
+def _check_room(image: Image, size: int, memory_mb: int) -> None:
+    """TaskError if a guest has no room for its own files and their archive, which it unpacks when it boots."""
+    if image.root is not None and (needed := (size >> 20) + _KERNEL_MB) > memory_mb:
+        raise TaskError(
+            f"a virtual machine of image {image.name!r} keeps its programs in memory, and needs {needed} MiB to boot",
+            hint=f"machine.memory_mb = {needed + 128}, or fewer packages in the image",
+        )
 
 
 def limits_of(config: AgentMachineConfig) -> dict[str, int]:

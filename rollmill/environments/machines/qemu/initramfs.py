@@ -1,4 +1,5 @@
-"""The files of a guest: made of this host's Python, programs and libraries, as the root of namespace machines is.
+"""The files of a guest: made of this host's Python, programs and libraries, as the root of namespace machines is; or
+those of the image's own operating system (system.py).
 
     /usr /bin /lib …     the programs in PROGRAMS that this host has, with their libraries
     /opt/python          the Python installation in use, where it is not part of /usr; standard library only
@@ -24,9 +25,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import zstandard
+
 from rollmill.environments.machines.namespace import computer, layout, root
 from rollmill.environments.machines.qemu.cpio import Archive
 from rollmill.environments.machines.qemu.parts import Parts
+from rollmill.environments.machines.qemu.system import add_system
+from rollmill.environments.machines.qemu.system import environment as system_environment
 from rollmill.errors import MachineError
 
 PROGRAMS = """
@@ -57,29 +62,32 @@ def build(
     file: IO[bytes],
     extra: Sequence[str] = (),
     *,
+    tree: str | None = None,
     over_vsock: bool = False,
-) -> None:
-    """Write the archive of a guest to `file`. `limits` are those of namespace/agent.py. `extra`: paths of this host.
-    The host reaches the guest by virtio ports, or over vsock."""
+) -> int:
+    """Write the archive of a guest to `file`. Returns the bytes of its files, which it keeps in memory.
+
+    `limits` are those of namespace/agent.py. `extra`: paths of this host. `tree`: the operating system of the image,
+    whose programs take the place of this host's. The host reaches the guest by virtio ports, or over vsock.
+    """
     archive = Archive()
+    if tree is not None:
+        add_system(archive, Path(tree))
     for name in (layout.WORK, layout.TEMPORARY, layout.CODE, layout.HOME, "/proc", "/sys", "/dev"):
         archive.directory(name)
     for name in computer.DIRECTORIES:
         archive.directory(name)
     archive.character_device("/dev/console", 0o600, (5, 1))
     archive.character_device("/dev/null", 0o666, (1, 3))
+    archive.character_device("/dev/urandom", 0o666, (1, 9))  # Python needs it where the kernel has no entropy yet
     for name, text in computer.FILES.items():
         archive.write(name, text.encode())
-    for name in root.USERLAND:
-        if os.path.islink(f"/{name}"):
-            archive.link(f"/{name}", os.readlink(f"/{name}"))
-    python, programs = _add_python(archive), _add_programs(archive)
-    _strip(archive, python)
-    programs += _add_extra(archive, extra)
-    for library in _libraries([*python.values(), *programs]):
-        _add_file(archive, library)
+    if tree is None:
+        _add_userland(archive, extra)
     if packages is not None:
         _add_tree(archive, Path(packages), layout.PACKAGES, frozenset())
+    environment = root.environment() if tree is None else system_environment()
+    _add_init(archive, environment)
     modules = [f"{_MODULES}/{path.name}" for path in parts.modules]
     for path, module in zip(modules, parts.modules, strict=True):
         archive.copy(path, module)
@@ -89,12 +97,37 @@ def build(
         "limits": limits,
         "modules": modules,
         "modules_directory": _MODULES,
-        "environment": root.environment(),
+        "environment": environment,
         "packages": packages is not None,
         "over_vsock": over_vsock,
     }
     archive.write(f"{layout.CODE}/facts.json", json.dumps(facts).encode())
-    archive.save(file)
+    if tree is None:
+        archive.save(file)
+    else:  # while a guest unpacks it, it has both in memory
+        with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as packed:
+            archive.save(packed)
+    return archive.size
+
+
+def _add_userland(archive: Archive, extra: Sequence[str]) -> None:
+    """Add programs and Python of this host."""
+    for name in root.USERLAND:
+        if os.path.islink(f"/{name}"):
+            archive.link(f"/{name}", os.readlink(f"/{name}"))
+    python, programs = _add_python(archive), _add_programs(archive)
+    _strip(archive, python)
+    programs += _add_extra(archive, extra)
+    for library in _libraries([*python.values(), *programs]):
+        _add_file(archive, library)
+
+
+def _add_init(archive: Archive, environment: dict[str, str]) -> None:
+    exports = [f"export {name}='{value}'" for name, value in environment.items()]
+    script = _INIT.format(
+        exports="\n".join(exports), python=f"{layout.PROGRAMS}/python", code=layout.CODE, package=__package__
+    )
+    archive.write("/init", script.encode(), 0o755)
 
 
 def _add_python(archive: Archive) -> dict[str, Path]:
@@ -114,11 +147,6 @@ def _add_python(archive: Archive) -> dict[str, Path]:
     added |= _add_tree(archive, home / "lib" / version, f"{inside}/lib/{version}", _LEFT_OUT)
     for name in ("python", "python3"):
         archive.link(f"{layout.PROGRAMS}/{name}", f"{inside}/bin/{version}")
-    exports = [f"export {name}='{value}'" for name, value in root.environment().items()]
-    script = _INIT.format(
-        exports="\n".join(exports), python=f"{layout.PROGRAMS}/python", code=layout.CODE, package=__package__
-    )
-    archive.write("/init", script.encode(), 0o755)
     return added
 
 

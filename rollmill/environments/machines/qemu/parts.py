@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import MachineError
 
 SETUP = "`rollmill machines setup` installs it, or says what to install"
-# in the order in which they are loaded. A kernel may have some built in, and then there is no such file.
+# A kernel may have some built in, and then there is no such file.
 MODULES = (
     "virtio",
     "virtio_ring",
@@ -25,14 +27,16 @@ VSOCK_MODULES = ("virtio_mmio", "vsock", "vmw_vsock_virtio_transport_common", "v
 # Where a CPU erratum makes the kernel report 4 KiB per line of the instruction cache, QEMU aligns every piece of
 # translated code to 4 KiB: five times the memory, and slower.
 LONGEST_CACHE_LINE = 256
+_DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")  # in a module's own description
 _CACHE_LINE = 187  # _SC_LEVEL1_ICACHE_LINESIZE of glibc; Python has no name for it
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What differs between the guests of two architectures. Guests are of the host's architecture."""
+    """What differs between the guests of two architectures."""
 
     name: str
+    debian: str  # Debian's name for it
     program: str
     package: str  # Debian's, of the program
     kernel_package: str  # Debian's
@@ -44,6 +48,7 @@ class Architecture:
 ARCHITECTURES = {
     "aarch64": Architecture(
         "aarch64",
+        "arm64",
         "qemu-system-aarch64",
         "qemu-system-arm",
         "linux-image-cloud-arm64",
@@ -53,6 +58,7 @@ ARCHITECTURES = {
     ),
     "x86_64": Architecture(
         "x86_64",
+        "amd64",
         "qemu-system-x86_64",
         "qemu-system-x86",
         "linux-image-cloud-amd64",
@@ -73,36 +79,57 @@ class Parts:
     preload: Path | None
 
 
-def architecture() -> Architecture:
-    """The architecture of this host. MachineError if there are no virtual machines for it."""
-    found = ARCHITECTURES.get(platform.machine())
+def architecture(name: str | None = None) -> Architecture:
+    """That of guests: by name, or this host's. MachineError if there are no virtual machines for it."""
+    name = name or platform.machine()
+    found = ARCHITECTURES.get(name)
     if found is None:
-        raise MachineError(f"no virtual machines for {platform.machine()}", hint="use x86-64 or aarch64")
+        raise MachineError(f"no virtual machines for {name}", hint=f"use {' or '.join(ARCHITECTURES)}")
     return found
 
 
-def kernel_directory() -> Path:
+def kernel_directory(name: str | None = None) -> Path:
     """Where `rollmill machines setup` keeps the kernel, its modules and the preload: below the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "rollmill" / "qemu" / platform.machine()
+    return cache / "rollmill" / "qemu" / (name or platform.machine())
 
 
-def find_parts() -> Parts:
-    """MachineError names the first part that is missing."""
-    arch, place = architecture(), kernel_directory()
+def find_parts(name: str | None = None) -> Parts:
+    """The parts for guests of an architecture, or of this host's. MachineError names the first that is missing."""
+    arch, place = architecture(name), kernel_directory(name)
+    setup = SETUP if arch.name == platform.machine() else SETUP.replace("setup`", f"setup --architecture {arch.name}`")
     program = shutil.which(arch.program)
     if program is None:
-        raise MachineError(f"{arch.program} is not installed", hint=SETUP)
+        raise MachineError(f"{arch.program} is not installed", hint=setup)
     setpriv = shutil.which("setpriv")
     if setpriv is None:
-        raise MachineError("setpriv is not installed: QEMU would run with all our rights", hint=f"{SETUP} (util-linux)")
+        raise MachineError("setpriv is not installed: QEMU would run with all our rights", hint=f"{setup} (util-linux)")
     if not (place / "vmlinuz").is_file():
-        raise MachineError(f"there is no kernel for virtual machines in {place}", hint=SETUP)
+        raise MachineError(f"there is no kernel for virtual machines in {place}", hint=setup)
     if needs_preload() and not (place / "cache_line.so").is_file():
-        raise MachineError("QEMU needs a preload on this CPU, which was not built yet", hint=SETUP)
-    modules = tuple(path for name in MODULES if (path := place / f"{name}.ko").is_file())
+        raise MachineError("QEMU needs a preload on this CPU, which was not built yet", hint=setup)
+    modules = load_order(MODULES, place)
     preload = place / "cache_line.so" if needs_preload() else None
     return Parts(arch, program, setpriv, place / "vmlinuz", modules, preload)
+
+
+def load_order(names: Iterable[str], place: Path) -> tuple[Path, ...]:
+    """The modules among `names` that are files in `place`, each after those that it needs. The order changes with the
+    kernel: between two updates of Debian 12, virtio and virtio_ring changed places."""
+    found = {name: path for name in names if (path := place / f"{name}.ko").is_file()}
+    ordered: dict[str, Path] = {}
+
+    def add(name: str) -> None:
+        if name in found and name not in ordered:
+            listed = _DEPENDS.search(found[name].read_bytes())
+            for needed in listed[1].decode("ascii", "replace").split(",") if listed else ():
+                if needed != name:
+                    add(needed)
+            ordered[name] = found[name]
+
+    for name in found:
+        add(name)
+    return tuple(ordered.values())
 
 
 def needs_preload() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import lzma
 import os
+import platform
 import shutil
 import subprocess
 import tarfile
@@ -32,9 +33,10 @@ long sysconf(int name) {{
 """
 
 
-def set_up(say: Callable[[str], None]) -> None:
-    """Get whatever is missing. MachineError names what cannot be got, and the command that gets it."""
-    arch, place = parts.architecture(), parts.kernel_directory()
+def set_up(say: Callable[[str], None], name: str | None = None) -> None:
+    """Get whatever is missing for guests of an architecture, or of this host's. MachineError names what cannot be got,
+    and the command that gets it."""
+    arch, place = parts.architecture(name), parts.kernel_directory(name)
     place.mkdir(parents=True, exist_ok=True)
     if shutil.which(arch.program) is None:
         _install([arch.package], say)
@@ -42,7 +44,7 @@ def set_up(say: Callable[[str], None]) -> None:
         _install(["util-linux"], say)
     say(f"QEMU: {shutil.which(arch.program)}")
     if not (place / "vmlinuz").is_file():
-        _fetch_kernel(arch.kernel_package, place)
+        _fetch_kernel(arch, place)
     say(f"kernel: {place / 'vmlinuz'}")
     if parts.needs_preload():
         if not (place / "cache_line.so").is_file():
@@ -63,21 +65,41 @@ def _install(packages: list[str], say: Callable[[str], None]) -> None:
     _run(command, env=environment)
 
 
-def _fetch_kernel(package: str, place: Path) -> None:
+def _fetch_kernel(arch: parts.Architecture, place: Path) -> None:
+    package = arch.kernel_package
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         raise MachineError(
             "the kernel of virtual machines comes from a Debian package, and there is no apt-get here",
             hint=f"unpack {package}: its vmlinuz and {', '.join(f'{name}.ko' for name in parts.MODULES)} into {place}",
         )
-    depends = _run(["apt-cache", "depends", package]).split()
-    real = next((word for word in depends if word.startswith("linux-image-") and word != package), package)
     with tempfile.TemporaryDirectory(dir=place) as temporary:
+        options = [] if arch.name == platform.machine() else _other_packages(arch, Path(temporary, "apt"))
+        depends = _run(["apt-cache", *options, "depends", package]).split()
+        real = next((word for word in depends if word.startswith("linux-image-") and word != package), package)
         # apt's own user cannot write here, and says so; as root it then downloads itself
-        _run(["apt-get", "download", real], cwd=temporary)
+        _run(["apt-get", *options, "download", real], cwd=temporary)
         archive = next(Path(temporary).glob("*.deb"))
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE) as unpacking:
             assert unpacking.stdout is not None
             _take_kernel(unpacking.stdout, place)
+
+
+def _other_packages(arch: parts.Architecture, state: Path) -> list[str]:
+    """Options with which apt knows the packages of another architecture. The host's own lists stay as they are."""
+    (state / "lists/partial").mkdir(parents=True)
+    (state / "archives/partial").mkdir(parents=True)
+    (state / "status").touch()
+    settings = {
+        "APT::Architecture": arch.debian,
+        "APT::Architectures": arch.debian,
+        "Dir::State": state,
+        "Dir::State::status": state / "status",
+        "Dir::Cache": state,
+        "APT::Sandbox::User": "root",  # apt's own user cannot write here
+    }
+    options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    _run(["apt-get", *options, "update"])
+    return options
 
 
 def _take_kernel(stream: IO[bytes], place: Path) -> None:

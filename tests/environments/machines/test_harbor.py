@@ -1,0 +1,147 @@
+"""Machines for Harbor: what its environments promise, on a real machine; and a whole trial where `harbor` is installed.
+
+Harbor needs Python 3.12, and Rollmill is tested with 3.11 too. There, the class is held to the signatures of Harbor's
+abstract class, which contracts/harbor.json keeps.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollmill.environments.machines.harbor import shell as module
+from rollmill.environments.machines.harbor.shell import HarborShell
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace.client import NamespaceConfig
+from rollmill.environments.tasks.harbor import MOVED
+from rollmill.errors import MachineError
+from tests.environments.conftest import start_host
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CONTRACT = Path(__file__).parent / "contracts" / "harbor.json"
+ADAPTER = Path(module.__file__).parent / "environment.py"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shell() -> AsyncIterator[HarborShell]:
+    host = await start_host(NamespaceConfig(memory_mb=128, disk_mb=32, processes=48))
+    made = HarborShell(await host.create(BUILT_IN, {"main.py": b"print(1)"}), {"/app": "/work", **MOVED}, "/app")
+    await made.start()
+    yield made
+    await host.close()
+
+
+async def test_commands_as_harbor_wants_them(shell: HarborShell) -> None:
+    done = await shell.exec("pwd; cat main.py; echo $COLOUR >&2; exit 3", env={"COLOUR": "it's /app red"})
+    assert done == ("/work\nprint(1)", "it's /work red\n", 3)
+    assert (await shell.exec("false || cat", cwd="/logs")).exit_code == 0, "no input, not ours"
+    assert (await shell.exec("true", cwd="/nowhere")).exit_code == 126
+    large = await shell.exec("head -c 6000000 /dev/zero | tr '\\0' x; echo end >&2")
+    assert (len(large.stdout), large.stderr) == (4 << 20, "end\n")
+    # what one command leaves in the background, the next one uses; another one at the same time does not wait
+    await shell.exec(
+        "mkfifo pipe; nohup sh -c 'while true; do read x < pipe; echo got $x >> heard; done' > /dev/null &"
+    )
+    slow = asyncio.create_task(shell.exec("sleep 1; echo slow"))
+    assert (
+        await shell.exec("echo word > pipe; until grep -q word heard; do sleep .05; done; cat heard")
+    ).exit_code == 0
+    assert not slow.done() and (await slow).stdout == "slow\n"
+
+
+async def test_a_command_that_takes_too_long_ends(shell: HarborShell) -> None:
+    with pytest.raises(TimeoutError):
+        await shell.exec("sleep 1000.5 & sleep 1000.5", timeout_s=0.5)
+    assert (await shell.exec("ps ax | grep -c '[s]leep 1000.5'")).stdout == "0\n"
+    assert (await shell.exec("ls -A /tmp/.harbor")).stdout.split()[-2:] == ["orders", "ready"], "nothing is left"
+
+
+async def test_files_and_paths_that_a_machine_has_elsewhere(shell: HarborShell, tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    (tests / "deep").mkdir(parents=True)
+    (tests / "test.sh").write_text("#!/bin/bash\ncat /tests/deep/data > /logs/verifier/reward.txt; ls /app\n")
+    (tests / "test.sh").chmod(0o755)
+    (tests / "deep" / "data").write_bytes(b"\xff\x00 /tests")
+    await shell.upload_dir(tests, "/tests")
+    await shell.exec("mkdir -p /logs/verifier && chmod 777 /logs/verifier")
+    assert (await shell.exec("/tests/test.sh")).stdout.split() == ["heard", "main.py", "pipe"]
+    await shell.download_file("/logs/verifier/reward.txt", tmp_path / "reward.txt")
+    assert (tmp_path / "reward.txt").read_bytes() == b"\xff\x00 /tests", "what is no text stays as it is"
+    with pytest.raises(FileNotFoundError):
+        await shell.download_dir("/logs/nothing", tmp_path / "none")
+    await shell.exec("cd /logs/verifier; ln -s /etc/passwd link; mkfifo fifo; mkdir empty; ln reward.txt second")
+    await shell.download_dir("/logs/verifier", tmp_path / "got")
+    got = {path.name for path in (tmp_path / "got").iterdir()}
+    assert got in ({"empty", "reward.txt"}, {"empty", "second"}), "no link leaves the machine"
+
+
+async def test_a_hostile_machine_writes_nothing_outside_and_says_no_nonsense(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    hostile = tmp_path / "hostile.tar"
+    with tarfile.open(hostile, "w") as archive:
+        for name, kind, target in (
+            ("../out", tarfile.REGTYPE, ""),
+            ("/tmp/rollmill-escaped", tarfile.REGTYPE, ""),
+            ("link", tarfile.SYMTYPE, str(tmp_path)),
+            ("link/out", tarfile.REGTYPE, ""),
+            ("hard", tarfile.LNKTYPE, "/etc/passwd"),
+            ("device", tarfile.CHRTYPE, ""),
+        ):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, target
+            archive.addfile(member)
+    module._unpack(hostile.read_bytes(), tmp_path / "in")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hostile.tar", "in"]
+    assert [path.name for path in (tmp_path / "in").rglob("*")] == ["link", "out"]
+    assert not Path("/tmp/rollmill-escaped").exists()
+    for answer in (b"", b"x y\n", b"1\n", b"1 2 3\n", b"\xff\n"):
+        with pytest.raises(MachineError, match="no proper answer"):
+            module._parsed(answer)
+    assert module._parsed(b"0 -5\nabc") == ("", "abc", 0) and module._parsed(b"0 99\nabc") == ("abc", "", 0)
+
+
+async def test_an_agent_that_ends_the_keeper_gets_an_error_and_not_silence(shell: HarborShell) -> None:
+    """Last in this file: the shell is of no use afterwards."""
+    with pytest.raises(MachineError, match="have ended what runs them"):
+        await shell.exec("kill -9 -1")
+
+
+async def test_the_adapter_has_the_signatures_of_harbors_abstract_class() -> None:
+    """Read, not imported: `harbor` may not be installed. The contract is Harbor's, version in the file."""
+    contract = json.loads(CONTRACT.read_text())
+    tree = ast.parse(ADAPTER.read_text())
+    adapter = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [ast.unparse(base) for base in adapter.bases] == [contract["class"].rpartition(".")[2]]
+    methods = {node.name: node for node in adapter.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for name, wanted in contract["abstract"].items():
+        arguments = [each.arg for each in methods[name].args.args]
+        assert (isinstance(methods[name], ast.AsyncFunctionDef), arguments) == (wanted["async"], wanted["arguments"])
+    assert contract["used"] == sorted(set(contract["used"]) & contract_names(tree)), "what it uses of Harbor"
+
+
+def contract_names(tree: ast.Module) -> set[str]:
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return attributes | {
+        name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+
+
+async def test_the_contract_is_that_of_the_installed_harbor() -> None:
+    base = pytest.importorskip("harbor.environments.base", reason="harbor needs Python 3.12").BaseEnvironment
+    contract = json.loads(CONTRACT.read_text())
+    found = {}
+    for name in sorted(base.__abstractmethods__):
+        function = getattr(base, name)
+        found[name] = {
+            "async": inspect.iscoroutinefunction(function),
+            "arguments": list(inspect.signature(function).parameters),
+        }
+    assert found == contract["abstract"]
