@@ -17,14 +17,20 @@ async def test_new_conversations_are_listed_together_and_one_that_fails_holds_up
 ) -> None:
     monkeypatch.setattr("rollmill.gateway.recording.sealing._SWEEP_S", 0.05)
     together: list[list[str]] = []
-    add = TrajectoryStore.add
+    alone: list[str] = []
+    add, create = TrajectoryStore.add, TrajectoryStore.create
 
     def watched(store: TrajectoryStore, rows: Sequence[Mapping[str, Any]]) -> bool:
         added = add(store, rows if together else [*rows, rows[0]])  # the first time one of them is there already
         together.append([row["id"] for row in rows] if added else [])
         return added
 
+    def watched_alone(store: TrajectoryStore, run: str, group: str, task: str, ids: list[str], *rest: Any) -> None:
+        alone.extend(ids)
+        create(store, run, group, task, ids, *rest)
+
     monkeypatch.setattr(TrajectoryStore, "add", watched)
+    monkeypatch.setattr(TrajectoryStore, "create", watched_alone)
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
     ids: list[str] = []
     for number in range(2):
@@ -38,6 +44,6 @@ async def test_new_conversations_are_listed_together_and_one_that_fails_holds_up
         await until(listed)
     users = {row.id: row.provenance["user"] for row in door.trajectories.list("production")}
     assert len(users) == 6 and len(set(users.values())) == 3
-    assert together[0] == []  # those rows were written one by one
+    assert together[0] == []  # those rows were written one by one, and no other
     assert {id for some in together for id in some} <= set(ids)
-    assert sum(map(len, together)) >= 3
+    assert sum(map(len, together)) >= 3 + len(alone) and alone and set(alone) < set(ids)

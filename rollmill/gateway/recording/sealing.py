@@ -149,18 +149,28 @@ class Sealer:
 
     async def _sweep_sessions(self) -> None:
         while True:
-            await self._list_new()
+            new, others = [], []
             for number, session in enumerate(self._registry):
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
+                if session.listed is None and self._is_listable(session):
+                    new.append(session)
+                if session.unrecorded is not None or self._is_over(session):
+                    others.append(session)
+            await self._list_new(new)
+            for session in others:
                 if self._registry.get(session.facts.trajectory) is not session:
                     continue  # it ended while another one was processed
-                await self._list(session)
-                idle_s = time.time() - session.used_at
-                busy = session.flights or session.lock.locked()
-                if not busy and (session.closed or idle_s > self._limit_s(session)):
+                await self._list_failed(session)
+                if self._is_over(session):
                     await self._end(session)
             await asyncio.sleep(_SWEEP_S)
+
+    def _is_over(self, session: Session) -> bool:
+        """Whether it is closed or idle, and nobody works with it."""
+        if not session.closed and time.time() - session.used_at <= self._limit_s(session):
+            return False
+        return not session.flights and not session.lock.locked()
 
     async def list_now(self, session: Session) -> None:
         """Write the row of an open production conversation, if it is not there yet."""
@@ -168,21 +178,22 @@ class Sealer:
             await asyncio.to_thread(self._write_row, session)
             session.listed = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed
 
-    async def _list_new(self) -> None:
+    async def _list_new(self, new: Sequence[Session]) -> None:
         """Write new production conversations to the index, many in one transaction: each would wait for the disk, which
-        the session log needs. What fails here is tried again by `_list`, one by one."""
-        new = [session for session in self._registry if session.listed is None and self._is_listable(session)]
+        the session log needs, and take the interpreter from requests. What fails is tried again by the next sweep."""
         for at in range(0, len(new), _AT_ONCE):
             some = new[at : at + _AT_ONCE]
-            with contextlib.suppress(TrajectoryError, StorageError, OSError):
-                if not await asyncio.to_thread(self._write_rows, some):
-                    continue
-                for session in some:
-                    session.listed = TrajectoryState.running
-                    if session.given_up is not None:  # given up meanwhile
-                        await self._fail(session, session.given_up)
+            try:
+                await asyncio.to_thread(self._write_rows, some)
+            except (StorageError, OSError) as error:
+                log.warning("%d sessions are not listed yet: %s", len(some), error)
+                return
+            for session in some:
+                session.listed = TrajectoryState.running
+                if session.given_up is not None:  # given up meanwhile
+                    await self._fail(session, session.given_up)
 
-    def _write_rows(self, sessions: Sequence[Session]) -> bool:
+    def _write_rows(self, sessions: Sequence[Session]) -> None:
         rows = [
             row
             for each in sessions
@@ -195,27 +206,32 @@ class Sealer:
                 each.facts.traffic,
             )
         ]
-        return self._trajectories.add(rows)
+        if self._trajectories.add(rows):
+            return
+        for session in sessions:  # some are there already: listed before a restart, or by their feedback
+            try:
+                self._write_row(session)
+            except TrajectoryError as error:  # it was deleted: nothing to list
+                log.info("session %s is not listed: %s", session.facts.trajectory, error.message)
 
     def _is_listable(self, session: Session) -> bool:
         """Whether it is a production conversation that has begun, all of it recorded."""
         facts = session.facts
         return facts.traffic == "production" and session.stored and bool(session.segments) and not session.unrecorded
 
-    async def _list(self, session: Session) -> None:
-        """Write a production conversation to the index while it is open. Nobody waits for this."""
-        state = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed
-        begun = session.stored and (session.segments or session.unrecorded is not None)
-        if session.facts.traffic != "production" or not begun or session.listed == state:
+    async def _list_failed(self, session: Session) -> None:
+        """Write a production conversation to the index that is not recorded completely. Nobody waits for this."""
+        listed = session.facts.traffic != "production" or session.listed == TrajectoryState.failed
+        if session.unrecorded is None or not session.stored or listed:
             return
         try:
             await asyncio.to_thread(self._write_row, session)
-            session.listed = state
+            session.listed = TrajectoryState.failed
             if session.given_up is not None:  # given up meanwhile
                 await self._fail(session, session.given_up)
         except TrajectoryError as error:  # it was deleted: nothing to list
             log.info("session %s is not listed: %s", session.facts.trajectory, error.message)
-            session.listed = state
+            session.listed = TrajectoryState.failed
         except (StorageError, OSError) as error:
             log.warning("session %s is not listed yet: %s", session.facts.trajectory, error)
 
@@ -258,7 +274,7 @@ class Sealer:
             await self._give_up(session, "its user did not agree to storing it")
             raise GatewayError(f"{trajectory} is not stored: its user did not agree", status=410)
         if session.unrecorded is not None:
-            await self._list(session)
+            await self._list_failed(session)
             await self._give_up(session, session.unrecorded)
             raise GatewayError(f"{trajectory} was not recorded completely: {session.unrecorded}", status=410)
         try:
