@@ -3,10 +3,11 @@
     python -m benchmarks.gateway_trace [--stream] [--rate 200] [--seconds 10]
 
 The same stub and load as `benchmarks.gateway`, at a fixed rate. The gateway's process notes a time at each stage of a
-request. Printed are the stages of requests that continue a conversation, those of the slowest hundredth, and what else
+request. Printed are the stages of all requests, those of the slowest hundredth, and what else
 ran in the gateway while these waited: collections of garbage, work in threads, turns of the event loop that took
-long, the disk. `turns` is how many turns of the event loop a request takes, which does not depend on the load of the
-host. Tracing itself costs some tens of microseconds per request.
+long, the disk. `CPU` is that of the event loop's thread, which depends less on the load of the host. `turns` is how
+many turns of the event loop a request takes, which does not depend on it. Tracing itself costs some tens of
+microseconds per request.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.watching.account import current_account
 from rollmill.gateway.watching.observer import Observer
 
-STAGES = ("arrived", "handled", "parsed", "planned", "sent", "heard", "encoded", "synced", "recorded", "answered")
+STAGES = ("arrived", "handled", "parsed", "planned", "sent", "heard", "encoded", "recorded", "answered")
 _LONG_TURN_S = 0.003
 _now = time.perf_counter
 
@@ -55,12 +56,12 @@ class Trace:
         self.beside: list[tuple[str, float, float]] = []
         self.turns = 0
         self._collecting = 0.0
-        self._synced = 0.0
 
     def mark(self, stage: str) -> None:
         stages = getattr(current_account(), "stages", None)
         if stages is not None:
             stages[stage] = _now()
+            stages[f"{stage} cpu"] = time.thread_time()
 
     def timed(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -99,17 +100,20 @@ class Trace:
         received, answer, reported = web_protocol.RequestHandler.data_received, ModelRoutes._answer, Observer._report
 
         def data_received(handler: Any, data: bytes) -> None:
-            _ARRIVED[id(handler)] = _now(), self.turns
+            if data:  # aiohttp calls it without any, too
+                _ARRIVED[id(handler)] = {"arrived": _now(), "arrived cpu": time.thread_time()}, self.turns
             received(handler, data)
 
         async def traced(routes: Any, http: Any, dialect: Any) -> Any:
             arrived, turns = _ARRIVED[id(http.protocol)]
             account = current_account()
-            account.stages = {"arrived": arrived, "handled": _now()}  # type: ignore[attr-defined]
+            account.stages = arrived  # type: ignore[attr-defined]
+            self.mark("handled")
             try:
                 return await answer(routes, http, dialect)
             finally:
-                account.stages |= {"answered": _now(), "turns": self.turns - turns}  # type: ignore[attr-defined]
+                self.mark("answered")
+                arrived["turns"] = self.turns - turns
 
         def report(observer: Any, request: Any, account: Any, *rest: Any) -> None:
             self.requests.append(getattr(account, "stages", {}))
@@ -129,22 +133,14 @@ class Trace:
         engine_http.Exchange._send = traced  # type: ignore[method-assign]
 
     def _trace_disk(self) -> None:
-        plain, append = recorder.sync, recorder.Recorder.append
-
-        def sync(file: int) -> None:
-            started = _now()
-            plain(file)
-            self._synced = _now()
-            self.beside.append(("disk", started, self._synced))
+        append = recorder.Recorder.append
 
         async def traced(log: Any, *arguments: Any, **named: Any) -> None:
             self.mark("encoded")
             await append(log, *arguments, **named)
-            stages = getattr(current_account(), "stages", None)
-            if stages is not None:
-                stages |= {"synced": self._synced, "recorded": _now()}
+            self.mark("recorded")
 
-        recorder.sync = sync
+        recorder.sync = self.timed("disk", recorder.sync)
         recorder.Recorder.append = traced  # type: ignore[method-assign]
 
     def _trace_loop(self) -> None:
@@ -179,7 +175,7 @@ class Trace:
             self.beside.append((f"garbage of generation {about['generation']}", self._collecting, _now()))
 
 
-_ARRIVED: dict[int, tuple[float, int]] = {}
+_ARRIVED: dict[int, tuple[dict[str, float], int]] = {}  # by connection: when data came, in which turn
 
 
 def serve(port: str, stub: str, directory: str) -> None:
@@ -213,15 +209,16 @@ def report(trace: dict[str, Any]) -> dict[str, float]:
     requests.sort(key=lambda each: each["answered"] - each["arrived"])
     slowest = requests[-max(1, len(requests) // 100) :]
     table = Table(title=f"{len(requests)} requests, milliseconds")
-    for column in ("stage", "p50", "p90", "p99", "of the slowest 1 %"):
+    for column in ("stage", "p50", "p90", "p99", "of the slowest 1 %", "CPU p50"):
         table.add_column(column)
     figures: dict[str, float] = {"turns": statistics.median(each["turns"] for each in requests)}
     for before, stage in itertools.pairwise(STAGES):
         took = [(each[stage] - each[before]) * 1000 for each in requests]
         slow = statistics.median((each[stage] - each[before]) * 1000 for each in slowest)
         shares = [percentile(took, share) for share in (0.5, 0.9, 0.99)]
-        table.add_row(f"{before} → {stage}", *(f"{value:.3f}" for value in (*shares, slow)))
-        figures[f"{stage}_p50_ms"] = shares[0]
+        cpu = statistics.median((each[f"{stage} cpu"] - each[f"{before} cpu"]) * 1000 for each in requests)
+        table.add_row(f"{before} → {stage}", *(f"{value:.3f}" for value in (*shares, slow, cpu)))
+        figures |= {f"{stage}_p50_ms": shares[0], f"{stage}_cpu_ms": cpu}
     CONSOLE.print(table)
     beside: Counter[str] = Counter()
     for each in slowest:

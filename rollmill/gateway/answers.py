@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,10 +37,11 @@ class AnswerBuilder:
         self._cut: str | None = None  # the stop string that ended the answer
         self._cached = 0
         self.tokens: list[int] = []
-        self.logprobs: list[float] = []
+        # arrays: thousands of answers may be sampled at a time, for minutes
+        self.logprobs = array("d")
         self.top_logprobs: list[list[tuple[int, float]]] = []
-        self._policy: list[int] = []
-        self._kept: list[bytes] = []
+        self._policy = array("i")
+        self._kept: list[bytes] = []  # shorter than `tokens` while no token was excluded since
         self._sets: dict[bytes, bytes] = {}  # equal sets are held once: grammars repeat them
         self._policies: list[PolicyRef] = []
         self._spans: list[Span] = []
@@ -55,15 +57,14 @@ class AnswerBuilder:
         self._share.missing = self._share.missing or chunk.missing
         before = len(self.tokens)
         self.tokens += chunk.tokens
-        self.logprobs += chunk.logprobs
+        self.logprobs.extend(chunk.logprobs)
         if self._request.top_logprobs:  # an engine may not know them
             self.top_logprobs += chunk.top_logprobs or [[] for _ in chunk.tokens]
         if chunk.kept:
+            self._kept += [b""] * (before - len(self._kept))
             self._kept += [self._sets.setdefault(kept, kept) for kept in chunk.kept]
-        else:
-            self._kept += [b""] * len(chunk.tokens)
         numbers = [self._number(policy) for policy in chunk.policies]
-        self._policy += [numbers[index] for index in chunk.policy]
+        self._policy.extend([numbers[index] for index in chunk.policy])
         if chunk.routes is not None and len(chunk.routes):
             self._routes.append((chunk.routes_start, chunk.routes))
         self._cached = max(self._cached, chunk.cached_tokens)
@@ -103,7 +104,7 @@ class AnswerBuilder:
             cached_tokens=self._cached,
             stop=self._cut,
             top_logprobs=self.top_logprobs,
-            kept=self._kept if any(self._kept) else [],
+            kept=[*self._kept, *[b""] * (len(self.tokens) - len(self._kept))] if any(self._kept) else [],
         )
 
     def _is_closed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -40,8 +41,9 @@ class EventStream:
         self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
         # several answers share the stream
         self._writing = asyncio.Lock() if request.count > 1 else contextlib.nullcontext()
-        self._sent: list[list[str]] = [[] for _ in range(request.count)]
-        self._reasoned: list[list[str]] = [[] for _ in range(request.count)]
+        # what was sent of each answer; a list of pieces would take ten times the memory
+        self._sent = [io.StringIO() for _ in range(request.count)]
+        self._reasoned = [io.StringIO() for _ in range(request.count)]
         self.identity = identity
         self._writer = dialect.stream(request, self.identity)
         self.response = _EventResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -56,9 +58,9 @@ class EventStream:
         content = self._contents[index]
         text, reasoning = content.push(tokens), content.reasoning
         if text:
-            self._sent[index].append(text)
+            self._sent[index].write(text)
         if reasoning:
-            self._reasoned[index].append(reasoning)
+            self._reasoned[index].write(reasoning)
         await self._write(self._writer.delta(index, Delta(text, reasoning, tokens, told)))
 
     async def finish(self, reply: Reply) -> bool:
@@ -67,8 +69,8 @@ class EventStream:
             return True  # the client closed the stream: a repeated request gets a new answer
         data = b""
         for index, answer in enumerate(reply.answers):
-            rest = _rest(answer.message["content"], self._sent[index])
-            reasoning = _rest(answer.message.get("reasoning_content"), self._reasoned[index])
+            rest = _rest(answer.message["content"], self._sent[index].getvalue())
+            reasoning = _rest(answer.message.get("reasoning_content"), self._reasoned[index].getvalue())
             if rest or reasoning:
                 data += self._writer.delta(index, Delta(rest, reasoning))
         try:
@@ -93,9 +95,8 @@ class EventStream:
                 await self.response.write(data)
 
 
-def _rest(whole: str | None, pieces: Sequence[str]) -> str:
+def _rest(whole: str | None, sent: str) -> str:
     """What of the whole text is not sent yet."""
-    sent = "".join(pieces)
     return whole[len(sent) :] if whole and whole.startswith(sent) else ""
 
 

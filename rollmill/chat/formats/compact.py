@@ -143,13 +143,13 @@ def _refuse(constant: str) -> Any:
 
 
 def _split(tokens: Sequence[int], mark: int) -> list[list[int]]:
-    parts: list[list[int]] = [[]]
-    for token in tokens:
-        if token == mark:
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    return parts
+    parts: list[list[int]] = []
+    rest = list(tokens)
+    while mark in rest:
+        at = rest.index(mark)
+        parts.append(rest[:at])
+        rest = rest[at + 1 :]
+    return [*parts, rest]
 
 
 def _joined(parts: Sequence[list[int]], mark: int) -> list[int]:

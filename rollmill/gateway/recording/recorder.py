@@ -97,14 +97,28 @@ class Recorder:
     async def append(self, session: str, data: bytes, *, wait_s: float | None = None) -> None:
         """Returns when `data` is on disk. With `wait_s`: raises StorageError if the disk takes longer."""
         write = self._enqueue(session, data, closes=False)
+        if wait_s is None:
+            await write.done
+            return
+        late = False
+
+        def give_up() -> None:
+            nonlocal late
+            late = write.done.cancel()
+
+        # a timer of our own: `asyncio.timeout` costs several times as much, and every answer needs one
+        timer = asyncio.get_running_loop().call_later(max(0.0, wait_s - self._waited_s()), give_up)
         try:
-            async with asyncio.timeout(None if wait_s is None else max(0.0, wait_s - self._waited_s())):
-                await write.done
-        except TimeoutError:
+            await write.done
+        except asyncio.CancelledError:
+            if not late:
+                raise
             write.data = b""  # while the disk hangs, only the queue holds the entry
             raise StorageError(
                 f"{self._path}: the disk did not answer within {wait_s:g} s", hint="check the disk"
             ) from None
+        finally:
+            timer.cancel()
 
     def append_later(self, session: str, data: bytes) -> None:
         """Queue an entry without waiting. If the write fails, the caller is not told."""
