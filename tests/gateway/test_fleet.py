@@ -202,6 +202,7 @@ async def test_an_engine_that_decodes_more_together_gets_more(mill: Mill, answer
     asking = [
         asyncio.create_task(door.ask(LIVE, [{"role": "user", "content": f"Question {number}."}])) for number in range(8)
     ]
-    await asyncio.gather(small.asked(2), large.asked(6))
+    async with asyncio.timeout(60):  # it would wait for ever
+        await asyncio.gather(small.asked(2), large.asked(6))
     gate.set()
     assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 8

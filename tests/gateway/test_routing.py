@@ -34,7 +34,8 @@ def test_a_name_means_a_line_a_channel_or_a_version() -> None:
     assert read_target("rl", set()) == Target("rl")
     assert same_line("rl", "rl.2") and not same_line("rl", "sft") and not same_line("rl", "rl-b")
     assert Target("rl").is_served_by(engine("rl.2", 9)) and not Target("rl").is_served_by(engine("sft", 9))
-    assert not Target("rl", 7).is_served_by(engine("rl", 8))
+    assert Target("rl", 7).is_served_by(engine("rl", 7))
+    assert not Target("rl", 7).is_served_by(engine("rl", 8)) and not Target("rl", 7).is_served_by(engine("sft", 7))
     assert Target(channel="live").is_served_by(engine("rl", 8, "live"))
     assert not Target(channel="live").is_served_by(engine("rl", 8))
 

@@ -212,7 +212,9 @@ def test_undeclared_causes_need_exact_containment(format: CompactFormat, answers
     answered(session, format, [USER], answers.call("edit", path="a", line=1, text=task))
     plan = session.plan([user(f"Task: {task}.")], TOOLS, format)
     assert (plan.cause, plan.parent and plan.parent[0]) == ("sub_agent", "t.0")
-    assert session.plan([user("Task: read the parser.")], TOOLS, format).cause == "edit"
+    part = "read the parser and list the functions, then tell me which of them are recursive"
+    for text in ("Task: read the parser.", part):
+        assert session.plan([user(text)], TOOLS, format).cause == "edit"
     long = "the parser has two functions, both are recursive"
     answered(session, format, [user("x")], answers.text(long))
     answered(session, format, [user("y")], answers.text("ok"))
