@@ -83,7 +83,7 @@ class Ready(NamedTuple):
         reading, writing = os.pipe()
         waiting, orders = os.pipe()
         try:
-            pid = os.fork()
+            pid = kernel.fork()
         except BaseException:
             os.close(reading)
             os.close(orders)
@@ -157,7 +157,7 @@ def start(order: Order, confinement: Confinement, writing: int) -> int:
     try:
         if order.stdin and order.pty is None:
             _fill(reading, order.stdin)
-        pid = os.fork()
+        pid = kernel.fork()
         if pid == 0:
             _become(order, confinement, reading, writing)
         return pid
@@ -198,6 +198,7 @@ def _go(order: Order) -> NoReturn:
         if order.env:
             os.environ.update(order.env)
         if order.pty is None and warm_python.can_run(order.argv):  # its streams know of no terminal
+            kernel.as_after_fork()
             warm_python.run(order.argv)
         _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
         _execute(order.argv)

@@ -42,6 +42,7 @@ _HIGHEST_USER = 0x70010000
 _AHEAD = 8  # machines that are made ahead. Moving a process into a version 1 group waits about 10 ms, in which no
 # process of the whole system can fork, but of several moves in a row only the first waits: so more are made only when
 # half of them are used up.
+_AT_ONCE = 4
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
@@ -129,7 +130,7 @@ class Host:
     def _create(self, identifier: int) -> None:
         try:
             if not self._spare:
-                self._make_spare()
+                self._make_spares()
             machine = self._spare.pop(0)
         except OSError as error:
             self._send({"id": identifier, "error": str(error)})
@@ -156,19 +157,39 @@ class Host:
         self._send({"shared": number, "error": error})
 
     def _make_ahead(self) -> None:
-        """Make one more. At a failure this stops: if the reason persists, the next create reports it."""
+        """Make a few more. At a failure this stops: if the reason persists, the next create reports it."""
         try:
-            self._make_spare()
+            self._make_spares()
             self._making_ahead = len(self._spare) < _AHEAD
         except OSError:
             self._making_ahead = False
 
-    def _make_spare(self) -> None:
-        machine = self._start()
-        self._spare.append(machine)
-        self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
+    def _make_spares(self) -> None:
+        """Make several machines, in a row: after each clone, every page that this process writes to is copied once.
 
-    def _start(self) -> _Machine:
+        OSError: not one could be made.
+        """
+        made: list[_Machine] = []
+        problem: OSError | None = None
+        try:
+            for _ in range(_AT_ONCE):
+                made.append(self._clone())
+        except OSError as error:
+            problem = error
+        for machine in made:
+            try:
+                self._admit(machine)
+            except OSError as error:
+                self._discard(machine)
+                problem = error
+                continue
+            self._spare.append(machine)
+            self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
+        if not self._spare:
+            raise problem or OSError("no machine was made")
+
+    def _clone(self) -> _Machine:
+        """A machine that waits to be admitted."""
         slot = self._free.pop() if self._free else self._new_slot()
         client_end, machine_end = socket.socketpair()
         with machine_end:
@@ -181,16 +202,14 @@ class Host:
             if pid == 0:
                 agent.main(machine_end.fileno(), self._plan)  # never returns
         tree = forks.Tree(pid, self._user_of(slot.number), slot)
-        machine = _Machine(pid, pidfd, slot, tree, client_end, slot.group.memory_kills() if slot.group else 0)
-        try:
-            self._map_identity(pid, tree.user)
-            if slot.group:
-                slot.group.add(pid)
-            client_end.send(b"g")  # identities and limits are in place: go
-        except OSError:
-            self._discard(machine)
-            raise
-        return machine
+        return _Machine(pid, pidfd, slot, tree, client_end, slot.group.memory_kills() if slot.group else 0)
+
+    def _admit(self, machine: _Machine) -> None:
+        """Give a machine its identity and its limits, and let it go."""
+        self._map_identity(machine.pid, machine.tree.user)
+        if machine.slot.group:
+            machine.slot.group.add(machine.pid)
+        machine.client_end.send(b"g")
 
     def _user_of(self, number: int) -> int:
         """The real user id of the commands of a slot; one less is that of pid 1."""

@@ -58,8 +58,9 @@ _mount, _capset, _sethostname = _libc.mount, _libc.capset, _libc.sethostname
 _close_range = getattr(_libc, "close_range", None)  # in new C libraries
 if _close_range is not None:
     _close_range.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_int]
-_before_fork, _after_fork = ctypes.pythonapi.PyOS_BeforeFork, ctypes.pythonapi.PyOS_AfterFork_Parent
-_after_fork_in_child = ctypes.pythonapi.PyOS_AfterFork_Child
+_before_fork, _after_fork_in_child = ctypes.pythonapi.PyOS_BeforeFork, ctypes.pythonapi.PyOS_AfterFork_Child
+_CLONE3, _CLONE3_SIZE = ctypes.c_long(_SYS_CLONE3), ctypes.c_size_t(88)
+_FORK = ctypes.create_string_buffer(struct.pack("=11Q", 0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0))
 
 
 def _check(result: int, what: str) -> int:
@@ -81,21 +82,30 @@ def clone(flags: int, cgroup: int | None = None) -> tuple[int, int]:
     """Fork into new namespaces, and into a cgroup (an open version 2 directory). (pid, pidfd), or (0, -1) in the child.
 
     One clone instead of fork, unshare, fork: the child is pid 1 of its own tree from its first instruction.
+
+    What Python does around a fork is left out: it is for other threads, and there are none. Each page of memory that it
+    writes to would be copied. `as_after_fork` does it later.
     """
     pidfd = ctypes.c_int(-1)
     flags |= CLONE_PIDFD | (CLONE_INTO_CGROUP if cgroup is not None else 0)
     arguments = (flags, ctypes.addressof(pidfd), 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, cgroup or 0)
     buffer = ctypes.create_string_buffer(struct.pack("=11Q", *arguments))
-    _before_fork()
-    pid = _libc.syscall(ctypes.c_long(_SYS_CLONE3), buffer, ctypes.c_size_t(88))
-    if pid == 0:
-        _after_fork_in_child()
-        return 0, -1
-    number = ctypes.get_errno()
-    _after_fork()
+    pid = _libc.syscall(_CLONE3, buffer, _CLONE3_SIZE)
     if pid < 0:
+        number = ctypes.get_errno()
         raise OSError(number, f"clone3: {os.strerror(number)}")
-    return pid, pidfd.value
+    return (pid, pidfd.value) if pid else (0, -1)
+
+
+def fork() -> int:
+    """As os.fork, without what Python does around it; see `clone`."""
+    return _check(_libc.syscall(_CLONE3, _FORK, _CLONE3_SIZE), "clone3")
+
+
+def as_after_fork() -> None:
+    """What Python does in the child of a fork: programs may rely on it, `random` for example."""
+    _before_fork()
+    _after_fork_in_child()
 
 
 def close_from(first: int) -> None:
