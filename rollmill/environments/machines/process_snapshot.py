@@ -1,7 +1,9 @@
 """Tries whether CRIU can save a namespace machine with its processes. `rollmill machines doctor` shows the answer.
 
-No machine offers it: where this was tried (CRIU 3.17.1, Linux 6.18), CRIU does not save machines, because their
-namespaces belong to a user namespace of their own. A sandbox without one it saved and restored.
+No machine offers it. Where this was tried (CRIU 3.17.1, Linux 6.18), CRIU does not save machines: their namespaces
+belong to a user namespace of their own, and their first process is a fork of the machine host, which has files mapped
+from mounts that are not in its own namespace. It saves processes of other users only with CAP_SYS_RESOURCE, which root
+of a container may lack.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace import kernel
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.errors import RollmillError
 
@@ -30,6 +33,8 @@ async def try_process_snapshot() -> str:
         return "CRIU is not installed"
     if os.geteuid() != 0:
         return "CRIU needs root"
+    if not kernel.has_capability(kernel.CAP_SYS_RESOURCE):
+        return "CRIU needs CAP_SYS_RESOURCE to save processes of other users, and root does not have it here"
     host = NamespaceHost()
     try:
         machine = await host.create(BUILT_IN, {_MARK: b""})

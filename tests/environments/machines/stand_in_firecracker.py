@@ -20,7 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.images import BUILT_IN, load_image
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost
 from rollmill.environments.machines.qemu.relay import PORTS, Relay
@@ -156,7 +156,7 @@ async def start_guest(directory: Path, *, boots: bool = False) -> tuple[Namespac
     """A real agent and a stand-in for `init`, behind the real relay; vsock is v.sock in the directory."""
     host = NamespaceHost(NamespaceConfig(memory_mb=128, disk_mb=16, processes=32))
     await host.create(BUILT_IN)  # the machine host runs now
-    agent = await host._connect(1 << 20)
+    agent = (await host._connect(load_image(BUILT_IN, None)))._connection
     agent.setblocking(True)
     if boots:  # its first byte says that the guest may go on, which the machine host has told the agent already
         here, agent_end = agent, socket.socketpair()

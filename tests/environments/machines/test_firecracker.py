@@ -10,7 +10,9 @@ import asyncio
 import gzip
 import lzma
 import os
+import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -190,3 +192,63 @@ async def test_the_relay_needs_nothing_that_a_guest_lacks() -> None:
     )
     names = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout  # noqa: ASYNC221
     assert "namespace" not in names and "errors" not in names
+
+
+# In the place of Firecracker and its jailer: a process with a root and a user of its own. It says when it is ready.
+JAILED = """
+import os, sys, time
+os.chroot(sys.argv[1]); os.chdir("/"); os.setresgid(61235, 61235, 61235); os.setresuid(61235, 61235, 61235)
+os.write(1, b"r"); os.close(1)
+while True: time.sleep(60)
+"""
+OWNER = f"""
+import subprocess, sys, time
+from rollmill.environments.machines.firecracker.host import FirecrackerConfig, FirecrackerHost
+host = FirecrackerHost(FirecrackerConfig(directory=sys.argv[1]))
+root = host._place() / "firecracker" / "vm-1" / "root"
+root.mkdir(parents=True)
+guest = subprocess.Popen([sys.executable, "-c", {JAILED!r}, str(root)], stdout=subprocess.PIPE, start_new_session=True)
+assert guest.stdout.read(1)
+print(guest.pid, host._reaper.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def start_owner(directory: str) -> tuple[subprocess.Popen[bytes], int, int]:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, directory], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    guest, reaper = map(int, owner.stdout.readline().split())
+    return owner, os.pidfd_open(guest), os.pidfd_open(reaper)
+
+
+async def has_ended(pidfd: int) -> None:
+    await asyncio.to_thread(select.select, [pidfd], [], [], 60.0)
+    assert select.select([pidfd], [], [], 0)[0]
+    os.close(pidfd)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="jails need root")
+async def test_jailed_guests_of_a_killed_process_end() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        other, others_guest, others_reaper = start_owner(directory)
+        owner, guest, reaper = start_owner(directory)
+        owner.kill()
+        await has_ended(guest)
+        await has_ended(reaper)
+        assert len(os.listdir(directory)) == 1
+        # the reaper is killed too: the next host finds what is left, and nothing of hosts that live
+        owner, guest, reaper = start_owner(directory)
+        signal.pidfd_send_signal(reaper, signal.SIGKILL)
+        owner.kill()
+        owner.wait()
+        assert not select.select([guest, others_guest], [], [], 0)[0] and len(os.listdir(directory)) == 2
+        host = FirecrackerHost(FirecrackerConfig(directory=directory))
+        host._place()
+        await has_ended(guest)
+        assert len(os.listdir(directory)) == 2
+        await host.close()
+        assert len(os.listdir(directory)) == 1 and not select.select([others_guest, others_reaper], [], [], 0)[0]
+        other.kill()
+        await has_ended(others_guest)
+        await has_ended(others_reaper)

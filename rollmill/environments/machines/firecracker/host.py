@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pydantic import Field
 from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
+from rollmill.environments.machines.firecracker import reaper
 from rollmill.environments.machines.firecracker.launch import FirecrackerParts, find_parts, plain_kernel
 from rollmill.environments.machines.firecracker.vm import FirecrackerVm, SavedFiles
 from rollmill.environments.machines.images import Image, obtain_image
@@ -51,11 +53,7 @@ class Template:
 
 
 class FirecrackerHost:
-    """One per event loop. `close` ends all processes.
-
-    If this process is killed, those without the jailer end with it. Jailed ones do not: the kernel forgets the signal
-    for a parent's death when the jailer changes the user. They and their directory fc-… stay until someone ends them.
-    """
+    """One per event loop. `close` ends all processes; if this process is killed, reaper.py does."""
 
     def __init__(self, config: FirecrackerConfig | None = None) -> None:
         self.config = config or FirecrackerConfig()
@@ -63,6 +61,8 @@ class FirecrackerHost:
         self._running: set[FirecrackerVm] = set()
         self._starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
         self._directory: Path | None = None
+        self._lock = -1  # an open file, while there is a directory
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
@@ -98,8 +98,10 @@ class FirecrackerHost:
         for vm in list(self._running):
             await self.end(vm)
         if self._directory is not None:
-            await asyncio.to_thread(shutil.rmtree, self._directory, True)
-            self._directory = None
+            assert self._reaper is not None
+            await asyncio.to_thread(self._reaper.communicate)  # it deletes the directory
+            os.close(self._lock)
+            self._directory = self._reaper = None
 
     async def _template(self, image: Image) -> Template:
         image.check_programs("firecracker")
@@ -157,7 +159,8 @@ class FirecrackerHost:
 
     def _place(self) -> Path:
         if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="fc-", dir=self.config.directory))
+            self._directory, self._lock = reaper.claim(self.config.directory)
+            self._reaper = reaper.watch(self._directory)
             if len(str(self._directory)) > _LONGEST:
                 raise MachineError(f"{self._directory} is too long for sockets in it", hint="set `machine.directory`")
             self._directory.chmod(0o755)  # jailed processes are other users

@@ -69,7 +69,8 @@ def find_parts(kernel: str | None = None) -> FirecrackerParts:
 def command(parts: FirecrackerParts, identifier: str, directory: Path, user: int) -> list[str]:
     """The command line of one process. It opens api.sock in `jail_root(…)`, and sees other files from there on.
 
-    It ends with this process. With the jailer only until that has changed the user: then the kernel clears the signal.
+    It ends with this process. With the jailer only until that has changed the user: then the kernel clears the signal,
+    and reaper.py ends it.
     """
     if parts.jailer is None:
         guard = [parts.setpriv, "--pdeathsig", "KILL", "--no-new-privs", "--"]

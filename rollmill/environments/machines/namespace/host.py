@@ -131,10 +131,11 @@ class Host:
         try:
             if not self._spare:
                 self._make_spares()
-            machine = self._spare.pop(0)
         except OSError as error:
-            self._send({"id": identifier, "error": str(error)})
-            return
+            if not self._spare:
+                self._send({"id": identifier, "error": str(error)})
+                return
+        machine = self._spare.pop(0)
         self._machines[identifier] = machine
         self._identifiers[machine.pid] = identifier
         with machine.client_end:
@@ -167,7 +168,7 @@ class Host:
     def _make_spares(self) -> None:
         """Make several machines, in a row: after each clone, every page that this process writes to is copied once.
 
-        OSError: not one could be made.
+        OSError: not all could be made.
         """
         made: list[_Machine] = []
         problem: OSError | None = None
@@ -185,8 +186,8 @@ class Host:
                 continue
             self._spare.append(machine)
             self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
-        if not self._spare:
-            raise problem or OSError("no machine was made")
+        if problem is not None:
+            raise problem
 
     def _clone(self) -> _Machine:
         """A machine that waits to be admitted."""
