@@ -145,3 +145,39 @@ async def test_the_contract_is_that_of_the_installed_harbor() -> None:
             "arguments": list(inspect.signature(function).parameters),
         }
     assert found == contract["abstract"]
+
+
+async def test_a_whole_trial_of_harbor(tmp_path: Path) -> None:
+    """Harbor's own code runs a task with its oracle agent, and one with an agent that does nothing."""
+    trials = pytest.importorskip("harbor.trial.trial", reason="harbor needs Python 3.12")
+    from harbor.models.trial.config import TrialConfig
+
+    await (await start_host()).close()  # skips where there are no machines
+    task = tmp_path / "greet"
+    for name, text in {
+        "task.toml": '[environment]\nnetwork_mode = "no-network"\nmemory_mb = 256\nstorage_mb = 64\n[verifier]\n'
+        "timeout_sec = 120.0\n[agent]\ntimeout_sec = 120.0\n",
+        "instruction.md": "Write hello to /app/greeting.txt.\n",
+        "environment/Dockerfile": "FROM python:3.13\nWORKDIR /app\nCOPY start.txt .\n",
+        "environment/start.txt": "from the Dockerfile\n",
+        "solution/solve.sh": "#!/bin/bash\ncat start.txt && echo hello > /app/greeting.txt\n",
+        "tests/test.sh": "#!/bin/bash\necho checking; sleep 1000 &\n"
+        "if grep -qx hello /app/greeting.txt; then r=1; else r=0; fi; echo $r > /logs/verifier/reward.txt\n",
+    }.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text)
+    rewards = {}
+    for agent in ("oracle", "nop"):
+        config = {
+            "task": {"path": str(task)},
+            "trials_dir": str(tmp_path / "trials"),
+            "agent": {"name": agent},
+            "environment": {"import_path": "rollmill.environments.machines.harbor.environment:RollmillEnvironment"},
+        }
+        trial = await trials.Trial.create(TrialConfig.model_validate(config))
+        result = await trial.run()
+        assert result.exception_info is None, result.exception_info
+        rewards[agent] = result.verifier_result.rewards
+    assert rewards == {"oracle": {"reward": 1.0}, "nop": {"reward": 0.0}}
+    logs = [path.read_text() for path in (tmp_path / "trials").rglob("test-stdout.txt")]
+    assert logs == ["checking\n"] * 2

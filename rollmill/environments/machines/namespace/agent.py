@@ -47,6 +47,8 @@ _BACKLOG = 16  # connections that wait to be accepted
 _CONNECTION = 3  # the open file of the socket to the client
 _TERMINALS = f"newinstance,ptmxmode=0666,mode=620,max={MOST}"
 _BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most bytes
+_SIGNALS, _LOCKED = 512, 1 << 16  # queued signals; bytes of memory that is never paged out
+_SHARED = (("/proc/sys/user/max_inotify_instances", b"8"), ("/proc/sys/user/max_inotify_watches", b"4096"))
 _HOME_FILES = tuple((f"{layout.HOME}/{name}", text.encode()) for name, text in computer.HOME_FILES.items())
 _CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
@@ -72,7 +74,11 @@ class Limits(NamedTuple):
             resource.RLIMIT_AS: 2 * self.memory,
             resource.RLIMIT_FSIZE: self.disk,
             resource.RLIMIT_NOFILE: self.open_files,
-            resource.RLIMIT_CORE: 0,
+            # 1 and not 0: a program of the host that takes core files from a pipe is not started then
+            resource.RLIMIT_CORE: 1,
+            # The kernel adds these up for all machines of a host's user.
+            resource.RLIMIT_SIGPENDING: _SIGNALS,
+            resource.RLIMIT_MEMLOCK: _LOCKED,
         }
         if self.count_processes:
             wanted[resource.RLIMIT_NPROC] = self.processes
@@ -148,6 +154,7 @@ def _lock_in(plan: Plan) -> Watchdog:
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
     _furnish_home()
     _count_on()
+    _share()
     kernel.mount(layout.INIT, "/proc/1", None, kernel.MS_BIND)  # hides pid 1
     kernel.sethostname(layout.HOST_NAME)
     _open_loopback()
@@ -173,6 +180,18 @@ def _count_on() -> None:
         try:
             os.write(setting, b"%d" % layout.FIRST_PID)
         finally:
+            os.close(setting)
+
+
+def _share() -> None:
+    """Bound what the kernel counts for all machines of a user of the host together: one machine could take all of it
+    from the others and from the host. And hide the names of the host's control groups. Some kernels cannot."""
+    with contextlib.suppress(OSError):
+        kernel.unshare(kernel.CLONE_NEWCGROUP)
+    for path, most in _SHARED:
+        with contextlib.suppress(OSError):
+            setting = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            os.write(setting, most)
             os.close(setting)
 
 

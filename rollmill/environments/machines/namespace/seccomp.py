@@ -4,7 +4,9 @@ The namespaces already hide the host. The filter refuses calls that a command co
 
 - to attack the shared kernel,
 - to reach out of the network namespace (vsock reaches the hypervisor),
-- to load seldom used parts of the kernel's network (protocols besides TCP and UDP, layers on top of TCP),
+- to load seldom used parts of the kernel's network (protocols besides TCP and UDP, layers on top of TCP, netlink
+  besides the one that lists interfaces),
+- to read the kernel's log, or to have a crash handled by a program of the host,
 - to act on pid 1 or on another command (limits, priorities, memory, open files), or
 - to hold memory that nobody counts (only where the machine has no control group for memory).
 """
@@ -65,10 +67,13 @@ _DENIED = {
     "delete_module": (176, 106),
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
+    "syslog": (103, 116),
+    "fanotify_init": (300, 262),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
 }
 # Allowed on the caller itself: the first argument is a process id, and 0 means "me".
 _ONLY_ON_SELF = {
-    "prlimit64": (302, 261),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122),
@@ -89,6 +94,8 @@ _CLONE3 = (435, 435)
 _SOCKET = (41, 198)
 _SETSOCKOPT = (54, 208)
 _SETPRIORITY = (141, 140)
+_PRLIMIT64 = (302, 261)
+_SETRLIMIT = (160, 164)
 _MMAP = (9, 222)
 _FCNTL = (72, 25)
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -102,15 +109,17 @@ _NAMESPACE_FLAGS = (
     | kernel.CLONE_NEWUSER
     | kernel.CLONE_NEWPID
     | kernel.CLONE_NEWNET
-    | 0x02000000  # CLONE_NEWCGROUP
+    | kernel.CLONE_NEWCGROUP
 )
 # all of these are confined by the network namespace
-_LOCAL_FAMILIES, _INET_FAMILIES = (1, 16), (2, 10)  # unix, netlink; inet, inet6
+_LOCAL_FAMILIES, _INET_FAMILIES = (1,), (2, 10)  # unix; inet, inet6
+_NETLINK, _NETLINK_ROUTE = 16, 0
 _INET_PROTOCOLS = (0, 6, 17)  # the default, TCP, UDP
 _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
 _SOL_TCP, _TCP_ULP = 6, 31
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
 _F_SETPIPE_SZ = 1031
+_RLIMIT_CORE = 4
 
 # classic BPF, as in linux/filter.h; offsets into struct seccomp_data
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -172,6 +181,8 @@ def _rules(column: int, memory_counted: bool) -> dict[int, list[bytes]]:
         # setpriority(PRIO_PROCESS = 0, 0 = me): what `nice` does
         _SETPRIORITY: [*_refuse_unless_zero(0), *_refuse_unless_zero(1), _ALLOW],
         _MMAP: _mmap_rule(memory_counted),
+        _PRLIMIT64: [*_refuse_unless_zero(0), _argument(1), *_on(_RLIMIT_CORE, _ignore_unless_null(2)), _ALLOW],
+        _SETRLIMIT: [_argument(0), *_on(_RLIMIT_CORE, [_IGNORE]), _ALLOW],
     }
     rules |= {numbers: [*_refuse_unless_zero(0), _ALLOW] for numbers in _ONLY_ON_SELF.values()}
     rules |= {numbers: [_REFUSE] for numbers in _DENIED.values()}
@@ -194,6 +205,7 @@ def _search(rules: list[tuple[int, list[bytes]]]) -> list[bytes]:
 def _socket_rule() -> list[bytes]:
     inet = [_argument(2), *_allow_if_equal(*_INET_PROTOCOLS), _REFUSE]
     each = [step for family in _INET_FAMILIES for step in _on(family, inet)]
+    each += _on(_NETLINK, [_argument(2), *_allow_if_equal(_NETLINK_ROUTE), _REFUSE])
     return [_argument(0), *_allow_if_equal(*_LOCAL_FAMILIES), *each, _REFUSE]
 
 
@@ -233,6 +245,13 @@ def _refuse_if_equal(value: int) -> list[bytes]:
 
 def _refuse_unless_zero(argument: int) -> list[bytes]:
     return [_argument(argument), _step(_JUMP_EQUAL, 0, skip_if_true=1), _REFUSE]
+
+
+def _ignore_unless_null(argument: int) -> list[bytes]:
+    """Ignore the call if a pointer is given. Both halves are looked at: memory may be mapped at any address."""
+    halves = (_ARGUMENTS_AT + 8 * argument, _ARGUMENTS_AT + 8 * argument + 4)
+    each = [step for at in halves for step in (_step(_LOAD, at), _step(_JUMP_EQUAL, 0, skip_if_true=1), _IGNORE)]
+    return [*each, _ALLOW]
 
 
 def _allow_if_equal(*values: int) -> list[bytes]:
