@@ -29,7 +29,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.fleet import SlowedConfig, SlowedEngine, create
+from benchmarks.fleet import create
+from benchmarks.fleet_engine import SlowedConfig, SlowedEngine
 from benchmarks.output import at_least, at_most, finish
 from rollmill.cluster.addresses import find_gateway
 from rollmill.cluster.launchers.local import LocalLauncher

@@ -2,14 +2,17 @@
 
     python -m benchmarks.fleet [--quick] [--no-ray] [--base RUN] [--steps N] [--engines 1 2 4] [--repeats N]
 
-The time of decoding is a SIMULATION: an engine has PLACES requests at a time, and each token of a request waits
-TOKEN_S, as on a GPU that is the bottleneck. Everything else is real: gateway, sessions, records, engine processes, an
-S3 server, Ray. So the ratios say what gateway, launcher and registration cost, not how fast a GPU is: say "simulated
-decode time" wherever they are quoted.
+The whole takes about 8 minutes on two quiet cores. A repeat is one turn with each launcher: gateway and one engine
+start; their rate; `scale` to two, until the second one's first token; their rate; one is killed, until its successor's
+first token; and, on one host only, the rate of four. Every second repeat begins with Ray.
 
-Clients ask as rollouts do and never wait: there are always more of them than places. Launchers take turns. Every figure
-is the median of the repeats, beside its spread: the largest over the smallest, minus 1. A few RL steps are trained too,
-and objects and bytes in S3 are counted; --base names a mid-trained run for them, otherwise one is made.
+The time of decoding is a SIMULATION (fleet_engine.py). Everything else is real: gateway, sessions, records, engine
+processes, an S3 server, Ray. So the ratios say what gateway, launcher and registration cost, not how fast a GPU is: say
+"simulated decode time" wherever they are quoted.
+
+Clients ask as rollouts do and never wait: there are always twice as many as places. Every figure is the median of the
+repeats, beside its spread: the largest over the smallest, minus 1. Ratios are made within a repeat. A few RL steps are
+trained too, and objects and bytes in S3 are counted; --base names a mid-trained run for them, otherwise one is made.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -32,99 +36,77 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from pydantic import Field
 from rich.console import Console
 
+from benchmarks.fleet_engine import KIND, PLACES
 from benchmarks.output import at_least, at_most, finish
 from rollmill.cluster.addresses import find_gateway
 from rollmill.cluster.drive import drive
 from rollmill.cluster.launcher import Launcher
-from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.cluster.ports import free_ports
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.scale import Engines, ask_scale
-from rollmill.config import Config, load_config
+from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
-from rollmill.inference.embedded.kind import Embedded
-from rollmill.inference.engine import EngineContext, GenerateChunk, GenerateRequest
+from rollmill.gateway.routing.fleet import Fleet
 from rollmill.kinds import build
 from rollmill.rollouts.client import GatewayClient
+from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 
-PLACES, TOKEN_S, TOKENS = 4, 0.05, 32
+TOKENS = 16
 KEYS = {"AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
 BRIEF = ["evals.tasks=1", "evals.fresh_tasks=0", "evals.family_tasks=0", "evals.greedy=false"]
 CONSOLE = Console(highlight=False)
 
 
-class SlowedConfig(Config):
-    token_s: float = Field(TOKEN_S, description="Seconds that each token of a request waits.")
-    places: int = Field(PLACES, description="Requests at a time.")
-
-
-class Slowed:
-    """A kind of engine: the embedded one, with simulated decode time."""
-
-    def __init__(self, config: SlowedConfig) -> None:
-        self._config = config
-
-    def open(self, context: EngineContext) -> SlowedEngine:
-        return SlowedEngine(Embedded().open(context), self._config)
-
-
-class SlowedEngine:
-    def __init__(self, engine: Any, config: SlowedConfig) -> None:
-        self._engine, self._token_s, self._places = engine, config.token_s, asyncio.Semaphore(config.places)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def __aenter__(self) -> SlowedEngine:
-        await self._engine.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._engine.__aexit__(*error)
-
-    async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncIterator[GenerateChunk]:
-        async with self._places, contextlib.aclosing(self._engine.generate(request, stream=stream)) as chunks:
-            async for chunk in chunks:
-                await asyncio.sleep(self._token_s * len(chunk.tokens))
-                yield chunk
-
-
 class Clients:
     """Rollouts of one turn each. `done` counts those that were answered."""
 
-    def __init__(self, run: RunDirectory, count: int) -> None:
-        self._run, self._count = run, count
+    def __init__(self, run: RunDirectory) -> None:
+        self._gateway = GatewayClient(lambda: find_gateway(run), run.secrets["rollout_key"])
+        self._tasks: list[asyncio.Task[None]] = []
         self.done = self.failed = 0
 
-    async def run(self, until: Callable[[], bool], tick: Callable[[], None]) -> None:
-        key = self._run.secrets["rollout_key"]
-        async with GatewayClient(lambda: find_gateway(self._run), key) as gateway, aiohttp.ClientSession() as http_:
-            await gateway.wait_until_serving(0, patience_s=300)
-            tasks = [asyncio.create_task(self._client(gateway, http_, number)) for number in range(self._count)]
-            while not until():
-                tick()
-                await asyncio.sleep(0.1)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+    async def __aenter__(self) -> Clients:
+        self._http = aiohttp.ClientSession()
+        await self._gateway.__aenter__()
+        await self._gateway.wait_until_serving(0, patience_s=300)
+        return self
 
-    async def _client(self, gateway: GatewayClient, http_: aiohttp.ClientSession, number: int) -> None:
+    async def __aexit__(self, *error: Any) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._gateway.__aexit__(*error)
+        await self._http.close()
+
+    def ask(self, engines: int) -> None:
+        """From now on there are enough clients for `engines` engines."""
+        for number in range(len(self._tasks), 2 * PLACES * engines):
+            self._tasks.append(asyncio.create_task(self._client(number)))
+
+    async def rate(self, seconds: float) -> float:
+        """Answered rollouts per second, in steady state: begins when every client had an answer on average."""
+        begin = self.done + len(self._tasks)
+        await until(lambda: self.done >= begin)
+        began, before = time.monotonic(), self.done
+        await asyncio.sleep(seconds)
+        return (self.done - before) / (time.monotonic() - began)
+
+    async def _client(self, number: int) -> None:
         for turn in range(1_000_000):
             trajectory = f"{time.time_ns():x}-{number}-{turn}"
-            key = await gateway.open_session(trajectory)
+            key = await self._gateway.open_session(trajectory)
             body = {"messages": [{"role": "user", "content": f"{number} {turn}"}], "max_tokens": TOKENS}
             headers = {"Authorization": f"Bearer {key}"}
-            url = f"{gateway.base_url}/v1/chat/completions"
+            url = f"{self._gateway.base_url}/v1/chat/completions"
             with contextlib.suppress(aiohttp.ClientError):
-                async with http_.post(url, json=body, headers=headers) as answer:
+                async with self._http.post(url, json=body, headers=headers) as answer:
                     self.done += answer.status == 200
                     self.failed += answer.status != 200
             with contextlib.suppress(Exception):
-                await gateway.abandon(trajectory)
+                await self._gateway.abandon(trajectory)
 
 
 def create(root: Path, name: str, *overrides: str) -> RunDirectory:
@@ -139,7 +121,7 @@ def fleet_run(root: Path, name: str, bucket: str, *overrides: str) -> RunDirecto
         f"store='{bucket}'",
         f"database='sqlite:///{root / name}.db'",
         f"modules='{Path(__file__).parents[1]}'",
-        "engines=[{kind='benchmarks.fleet:Slowed'}]",
+        f"engines=[{{kind='{KIND}'}}]",
         "stages.midtrain.steps=1",
         *overrides,
     )
@@ -147,104 +129,89 @@ def fleet_run(root: Path, name: str, bucket: str, *overrides: str) -> RunDirecto
     return run
 
 
-@contextlib.contextmanager
-def served(run: RunDirectory, engines: int, ray: bool) -> Iterator[tuple[RunDirectory, Launcher, Engines]]:
-    ask_scale(run, [f"engines={engines}"])
-    launcher: Launcher = build(run.config.cluster).open(run) if ray else LocalLauncher(run)
-    try:
-        launcher.start("gateway", service=True)
-        fleet = Engines(run, launcher, ("line", "midtrain", run.config.form))
-        fleet.adjust()
-        yield run, launcher, fleet
-    finally:
-        launcher.stop_roles() if ray else launcher.stop()
-
-
-def alive(run: RunDirectory) -> int:
-    """How many engines the gateway can ask now."""
-    import json
-
-    with contextlib.suppress(OSError, ValueError, KeyError), urllib.request.urlopen(f"{find_gateway(run)}/health") as a:
-        return sum(engine["alive"] for engine in json.loads(a.read())["engines"])
-    return 0
-
-
-def rate(run: RunDirectory, engines: int, seconds: float, ray: bool = False) -> float:
-    """Answered rollouts per second, in steady state."""
-    with served(run, engines, ray) as (_, launcher, fleet):
-        clients = Clients(run, 2 * PLACES * engines)
-        marks: list[tuple[float, int]] = []
-
-        def until() -> bool:
-            if not marks:
-                if clients.done >= 2 * PLACES * engines and alive(run) == engines:
-                    marks.append((time.monotonic(), clients.done))
-                return False
-            return time.monotonic() - marks[0][0] > seconds
-
-        def tick() -> None:
-            launcher.watch()
-            fleet.adjust()
-
-        asyncio.run(clients.run(until, tick))
-        began, before = marks[0]
-        return (clients.done - before) / (time.monotonic() - began)
-
-
-def disturbed(run: RunDirectory, ray: bool = False) -> dict[str, float]:
-    """Seconds from the death of one of two engines to two that serve, and from `scale` to a third one's first token."""
-    with served(run, 2, ray) as (_, launcher, fleet):
-        clients, figures, state = Clients(run, 8), {}, {"since": 0.0, "phase": 0.0}
-
-        def until() -> bool:
-            now, phase = time.monotonic(), state["phase"]
-            if phase == 0 and clients.done >= 8 and alive(run) == 2:
-                os.kill(_pid(run, "engine-home-2"), signal.SIGKILL)
-                state.update(since=now, phase=1)
-            elif phase == 1 and alive(run) < 2:
-                state["phase"] = 2
-            elif phase == 2 and alive(run) == 2:
-                figures["lost_to_full_s"] = now - state["since"]
-                ask_scale(run, ["engines=3"])
-                state.update(since=now, phase=3)
-            elif phase == 3 and _sampled(run, "engine-home-3"):
-                figures["scale_to_token_s"] = now - state["since"]
-                return True
-            return False
-
-        def tick() -> None:
-            launcher.watch()
-            fleet.adjust()
-
-        asyncio.run(clients.run(until, tick))
+async def turn(run: RunDirectory, launcher: Launcher, counts: Sequence[int], seconds: float) -> dict[str, float]:
+    """Everything that is measured with one launcher, once. The launcher has started nothing yet."""
+    ask_scale(run, [f"engines={counts[0]}"])
+    launcher.start("gateway", service=True)
+    seen, figures = Seen(run), {}
+    async with tended(launcher, Engines(run, launcher, ("line", "midtrain", run.config.form))), Clients(run) as clients:
+        for count in counts:
+            began = time.monotonic()
+            if count != counts[0]:
+                ask_scale(run, [f"engines={count}"])
+            clients.ask(count)
+            for number in range(1, count + 1):
+                await until(lambda number=number: seen.samples(number))  # type: ignore[misc]
+                if count == 2 and number == 2 and count != counts[0]:
+                    figures["scale_to_token_s"] = time.monotonic() - began
+            figures[f"samples_per_s_{count}"] = await clients.rate(seconds)
+            if count == 2:
+                figures["lost_to_full_s"] = await lose_one(seen)
         return {**figures, "failed_requests": float(clients.failed)}
 
 
-def _pid(run: RunDirectory, role: str) -> int:
-    title = f"rollmill {role} ".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            found = (entry / "cmdline").read_bytes()
-            if found.startswith(title) and (str(run.path).encode() in found or run.id.encode() in found):
-                return int(entry.name)
-    raise SystemExit(f"{role} does not run")
+async def lose_one(seen: Seen) -> float:
+    """Seconds from the death of the second engine to its successor's first token."""
+    began, killed = time.monotonic(), seen.pid(2)
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    await until(lambda: seen.pid(2) not in (None, killed) and seen.samples(2))
+    return time.monotonic() - began
 
 
-def _sampled(run: RunDirectory, engine: str) -> bool:
-    """Whether an engine has sampled a token, as the gateway's and its own metrics tell."""
-    from rollmill.gateway.routing.fleet import Fleet
-    from rollmill.storage.database import open_database
+@contextlib.asynccontextmanager
+async def tended(launcher: Launcher, engines: Engines) -> AsyncIterator[None]:
+    """What a supervisor does, in a thread: it must not delay the clients of this process."""
+    ended = threading.Event()
 
-    fleet = Fleet(open_database(run.database_url), run.fleet, "")
-    url = next((each.url for each in fleet.registered() if each.name == engine), None)
-    if url is None:
+    def tend() -> None:
+        while not ended.wait(0.2):
+            engines.adjust()
+            launcher.watch()
+
+    tending = asyncio.create_task(asyncio.to_thread(tend))
+    try:
+        yield
+    finally:
+        ended.set()
+        await tending
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not await asyncio.to_thread(condition):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
+class Seen:
+    """What the database and the system tell about the engines of a run."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._fleet = run, Fleet(open_database(run.database_url), run.fleet, "")
+
+    def samples(self, number: int) -> bool:
+        """Whether an engine has sampled a token, as its own metrics tell."""
+        name = _engine(number)
+        url = next((each.url for each in self._fleet.registered() if each.name == name), None)
+        if url is None:
+            return False
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+            sampled = [line for line in lines if line.startswith("rollmill_engine_sampled_tokens_total")]
+            return any(float(line.split()[-1]) > 0 for line in sampled)
         return False
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-        return any(
-            line.startswith("rollmill_engine_sampled_tokens_total") and float(line.split()[-1]) > 0 for line in lines
-        )
-    return False
+
+    def pid(self, number: int) -> int | None:
+        title, places = f"rollmill {_engine(number)} ".encode(), (str(self._run.path).encode(), self._run.id.encode())
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                found = (entry / "cmdline").read_bytes()
+                if found.startswith(title) and any(place in found for place in places):
+                    return int(entry.name)
+        return None
+
+
+def _engine(number: int) -> str:
+    return "engine-home" if number == 1 else f"engine-home-{number}"
 
 
 def store_costs(root: Path, bucket: str, base: RunDirectory, steps: int) -> dict[str, float]:
@@ -295,7 +262,7 @@ def ray_node() -> Iterator[str]:
     program = str(Path(sys.executable).parent / "ray")
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}
     environment = {**os.environ, **settings, "PYTHONPATH": os.getcwd()}
-    options = ["--num-cpus=16", "--include-dashboard=false", "--include-log-monitor=false", "--block"]
+    options = ["--num-cpus=8", "--include-dashboard=false", "--include-log-monitor=false", "--block"]
     with tempfile.TemporaryFile() as log:
         node = subprocess.Popen(
             [program, "start", "--head", f"--port={port}", "--node-ip-address=127.0.0.2", *options],
@@ -327,16 +294,44 @@ def midtrained(root: Path) -> RunDirectory:
 
 
 def measure(
-    measured: dict[str, list[float]], run: RunDirectory, engines: Sequence[int], seconds: float, where: str
+    measured: dict[str, list[float]], run: RunDirectory, counts: Sequence[int], seconds: float, where: str
 ) -> None:
     """Append one repeat of everything that is measured with one launcher."""
-    for count in engines:
-        measured.setdefault(f"samples_per_s_{where}_{count}", []).append(rate(run, count, seconds, where == "ray"))
-    for name, value in disturbed(run, where == "ray").items():
+    launcher: Launcher = build(run.config.cluster).open(run)
+    began = time.monotonic()
+    try:
+        figures = asyncio.run(turn(run, launcher, counts, seconds))
+    finally:
+        launcher.stop_roles() if where == "ray" else launcher.stop()  # Ray stays connected
+    for name, value in figures.items():
         measured.setdefault(f"{name}_{where}", []).append(value)
-    CONSOLE.print(
-        f"{where}: " + ", ".join(f"{name} {each[-1]:.2f}" for name, each in measured.items() if where in name)
-    )
+    told = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+    CONSOLE.print(f"{where}: {told} ({time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f})")
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def compare(measured: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """The medians with their spread, and the bars."""
+    one = measured.get("samples_per_s_1_local", [])
+    for engines in (2, 4):
+        if one and (many := measured.get(f"samples_per_s_{engines}_local")):
+            measured[f"speedup_{engines}"] = ratios(many, one)
+    if "samples_per_s_2_ray" in measured:
+        measured["local_over_ray"] = ratios(measured["samples_per_s_2_local"], measured["samples_per_s_2_ray"])
+    figures: dict[str, float] = {}
+    for name, each in measured.items():
+        figures[name] = statistics.median(each)
+        figures[f"spread_{name}"] = max(each) / min(each) - 1 if min(each) else 0.0
+    bars = {
+        name: at_least(figures[name], bar) for name, bar in (("speedup_2", 1.8), ("speedup_4", 3.4)) if name in figures
+    }
+    if "local_over_ray" in figures:
+        overhead, spread = figures["local_over_ray"] - 1, figures["spread_local_over_ray"]
+        bars["ray_overhead"] = at_most(overhead, max(0.03, spread))
+    return figures, bars
 
 
 def main() -> None:
@@ -344,47 +339,34 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repeat, no RL steps")
     parser.add_argument("--no-ray", action="store_true")
     parser.add_argument("--base", type=Path, help="a mid-trained run, for what a step costs in S3")
-    parser.add_argument("--steps", type=int, default=6, help="RL steps, for what a step costs in S3; 0: none")
+    parser.add_argument("--steps", type=int, default=4, help="RL steps, for what a step costs in S3; 0: none")
     parser.add_argument(
         "--engines", type=int, nargs="+", default=[1, 2, 4], help="numbers of engines to compare; has 2"
     )
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each measured rate")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measured rate")
     arguments = parser.parse_args()
     seconds, repeats = (5.0, 1) if arguments.quick else (arguments.seconds, arguments.repeats)
-    figures: dict[str, float] = {"load_before": os.getloadavg()[0], "repeats": repeats}
+    began, load = time.monotonic(), os.getloadavg()[0]
     measured: dict[str, list[float]] = {}
+    costs: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         root, bucket = Path(directory), stack.enter_context(s3())
-        local = fleet_run(root, "fleet", bucket)
-        there = None
+        turns = [(fleet_run(root, "fleet", bucket), arguments.engines, "local")]
         if not arguments.no_ray:
             address = stack.enter_context(ray_node())
             cluster = f"cluster={{kind='ray',address='{address}',scratch='{root}/nodes'}}"
             there = replace(fleet_run(root, "ray", bucket, cluster), ports={})  # its gateway says where it is
-        for _ in range(repeats):
-            measure(measured, local, arguments.engines, seconds, "local")
-            if there is not None:
-                measure(measured, there, (2,), seconds, "ray")
+            turns.append((there, [count for count in arguments.engines if count <= 2], "ray"))
+        for repeat in range(repeats):
+            for run, counts, where in turns if repeat % 2 == 0 else reversed(turns):
+                measure(measured, run, counts, seconds, where)
         if arguments.steps and not arguments.quick:
             base = RunDirectory.open(arguments.base) if arguments.base is not None else midtrained(root)
-            figures |= store_costs(root, bucket, base, arguments.steps)
-    for name, each in measured.items():
-        figures[name] = statistics.median(each)
-        figures[f"spread_{name}"] = max(each) / min(each) - 1 if min(each) else 0.0
-    figures["load_after"] = os.getloadavg()[0]
-    bars = {
-        f"speedup_{engines}": at_least(
-            figures[f"samples_per_s_local_{engines}"] / figures["samples_per_s_local_1"], bar
-        )
-        for engines, bar in ((2, 1.8), (4, 3.4))
-        if {1, engines} <= set(arguments.engines)
-    }
-    if there is not None:
-        figures["ray_overhead"] = figures["samples_per_s_local_2"] / figures["samples_per_s_ray_2"] - 1
-        spread = max(figures["spread_samples_per_s_local_2"], figures["spread_samples_per_s_ray_2"])
-        bars["ray_overhead"] = at_most(figures["ray_overhead"], max(0.03, spread))
-    finish("fleet", figures, bars)
+            costs = store_costs(root, bucket, base, arguments.steps)
+    figures, bars = compare(measured)
+    loads = {"load_before": load, "load_after": os.getloadavg()[0]}
+    finish("fleet", {"repeats": repeats, "seconds": time.monotonic() - began, **loads, **figures, **costs}, bars)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from rollmill import telemetry
 from rollmill.cluster.balancing import Balance
+from rollmill.cluster.beacon import Beacon
 from rollmill.cluster.launcher import Cluster, Launcher
 from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import exclusive
@@ -35,8 +36,13 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None, *, last: str = "") 
     """Run all stages to their end, or those up to stage `last`. Raises RollmillError when a process cannot be kept
     alive."""
     telemetry.open_events(run.events, "supervisor")
-    with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
-        cluster: Cluster = build(run.config.cluster)
+    cluster: Cluster = build(run.config.cluster)
+    remote = run.config.store is not None and not cluster.elsewhere
+    with (
+        exclusive(run.path, "supervisor", patience_s=5.0),
+        terminable(),
+        Beacon(run) if remote else contextlib.nullcontext(),
+    ):
         launcher = cluster.open(run)
         sinks = Sinks(run, fed=not cluster.elsewhere)  # else the command that watches the run feeds them
 

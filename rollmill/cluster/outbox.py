@@ -1,4 +1,4 @@
-"""Logs, events and the report of a run whose processes are on other hosts: they travel through its store.
+"""Logs, events and the report of a run whose store is not a directory: they travel through it to other hosts.
 
     cluster/files/events/trainer.jsonl/STREAM-000000   a stream per process; its segments grow to SEGMENT bytes
     cluster/report.html, cluster/report.json           written at the end
@@ -37,6 +37,12 @@ class Outbox:
         self._stream = f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(2)}"  # in the order of their time
         self._sent = {name: _size(directory / name) for name in names}
         self._segments: dict[str, tuple[int, bytes]] = dict.fromkeys(self._sent, (0, b""))  # number, content so far
+
+    def add(self, names: Iterable[str]) -> None:
+        """Send these files too, from their beginning."""
+        for name in names:
+            if name not in self._sent:
+                self._sent[name], self._segments[name] = 0, (0, b"")
 
     def send(self) -> None:
         """Raises StorageError if the store does not answer; the next call sends the rest."""

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.outbox import send_report
 from rollmill.cluster.run import RunDirectory
 from rollmill.evals.report import example_trajectories, write_report
 from rollmill.evals.report.living import living_figures
@@ -25,15 +26,19 @@ ACCEPTANCE = "acceptance.json"  # what simulated users truly thought, measured b
 
 
 def report_run(run: RunDirectory) -> Path:
-    """Write `report.html` and `report.json` into the run's directory."""
-    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
-    return write_report(
+    """Write `report.html` and `report.json` into the run's directory, and into its `store` if it has one."""
+    objects = Objects.open(run.home_store)
+    store = TrajectoryStore(open_database(run.database_url), objects)
+    report = write_report(
         run.path,
         seed=run.config.seed,
         trajectories={title: store.load(id) for title, id in example_trajectories(run.path).items()},
         decode=Tokenizer.load(run.tokenizer).decode,
         living=_living(run),
     )
+    if run.config.store is not None:
+        send_report(objects, run.path)
+    return report
 
 
 def _living(run: RunDirectory) -> dict[str, Any] | None:

@@ -38,6 +38,8 @@ QUICK = {  # a node that does not answer is lost after about two seconds, not af
     "RAY_health_check_failure_threshold": "4",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",  # nodes wait that long for a lost head
     "RAY_raylet_start_wait_time_s": "200",  # on a busy host half a minute is not enough for a node to start
+    "RAY_prestart_worker_first_driver": "0",  # Ray would start a worker per CPU that nobody needs
+    "RAY_enable_worker_prestart": "0",
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",

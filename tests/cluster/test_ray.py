@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.fleet_engine import KIND
 from rollmill.cli.main import app
 from rollmill.cluster.naming import describe_run
 from rollmill.cluster.presence import Presence
@@ -26,14 +27,16 @@ from rollmill.demo import CONFIG as DEMO
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from tests.cluster.ray_nodes import Nodes, ray_nodes
-from tests.e2e.conftest import midtrained  # noqa: F401
 from tests.e2e.small_run import BRIEF_EVALS, small_run
 from tests.e2e.test_kill import check_stores, digests, finished_ids, stores
-from tests.e2e.test_remote_stores import copy_objects
 from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 pytestmark = pytest.mark.slow
 AWAY_S = 120.0  # against hangs only
+LOOK_S = 5.0
+STEPS = 10
+SUPERVISOR = "ray::Supervisor"
+TINY = ("layers=1", "width=32", "heads=2", "kv_heads=1", "head_dim=16", "mlp_width=32", "expert_width=16")
 ROLLMILL = (sys.executable, "-P", "-c", "from rollmill.cli.main import main; main()")
 
 
@@ -49,12 +52,15 @@ def nodes(tmp_path: Path, postgresql_directory: Path, monkeypatch: pytest.Monkey
 
 def wait_for(condition: Callable[[], object], run: RunDirectory) -> None:
     """Fails if nobody drives the run for long: Ray takes a while to bring a supervisor back."""
-    driven = time.monotonic()
+    presence = Presence(Objects.open(run.home_store))
+    driven = looked = time.monotonic()
     while not condition():
-        if Presence(Objects.open(run.home_store)).where() is not None:
-            driven = time.monotonic()
-        assert time.monotonic() < driven + AWAY_S, failure(run)
-        time.sleep(0.2)
+        now = time.monotonic()
+        if now > looked + LOOK_S:  # each look is several requests to S3
+            looked = now
+            driven = now if presence.where() is not None else driven
+        assert now < driven + AWAY_S, failure(run)
+        time.sleep(0.25)
 
 
 def collected(run: RunDirectory) -> list[dict[str, Any]]:
@@ -67,20 +73,15 @@ def failure(run: RunDirectory) -> str:
     return "\n".join(f"{path}\n{path.read_text()[-2000:]}" for path in sorted(run.logs.glob("*.log")))
 
 
-def gateway_node(run: RunDirectory) -> str:
-    found = re.search(rb"//([0-9.]+):", Objects.open(run.home_store).get("cluster/gateway.json"))
-    assert found is not None
-    return found[1].decode()
-
-
-def supervisor_pid(nodes: Nodes) -> int | None:
-    """The process of the supervisor's actor, on whatever node it is."""
-    spaces = {os.readlink(f"/proc/{node.first}/ns/pid") for node in nodes.alive}
+def process(nodes: Nodes, title: str) -> tuple[int, str] | None:
+    """The pid, and the address of the node, of a process whose title begins like this."""
+    spaces = {os.readlink(f"/proc/{node.first}/ns/pid"): node.address for node in nodes.alive}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            title = (entry / "cmdline").read_bytes()
-            if title.startswith(b"ray::Supervisor") and os.readlink(entry / "ns" / "pid") in spaces:
-                return int(entry.name)
+            if (entry / "cmdline").read_bytes().startswith(title.encode()):
+                space = os.readlink(entry / "ns" / "pid")
+                if space in spaces:
+                    return int(entry.name), spaces[space]
     return None
 
 
@@ -91,90 +92,110 @@ def command(*words: str) -> str:
     return done.output
 
 
+class Watched:
+    """A run that is watched: what it had published or finished at some moment must stay."""
+
+    def __init__(self, run: RunDirectory, nodes: Nodes) -> None:
+        self.run, self.nodes, self.began = run, nodes, time.monotonic()
+        self.weights, self.ledger, self.trajectories = stores(run)
+        self.draw = random.Random(os.urandom(8))
+        self.digests: dict[int, str] = {}
+        self.finished: set[str] = set()
+
+    def next_moment(self, title: str) -> tuple[int, str]:
+        """Waits for one more step, then up to 2 s, and until a process with this title runs. Returns its pid, and the
+        address of its node."""
+        before = self.ledger.committed()
+        wait_for(lambda: self.ledger.committed() > before, self.run)
+        time.sleep(self.draw.uniform(0, 2))
+        wait_for(lambda: process(self.nodes, title), self.run)
+        self.digests.update(digests(self.weights, "rl"))
+        self.finished.update(finished_ids(self.trajectories, self.run))
+        found = process(self.nodes, title)
+        assert found is not None, f"{title} has ended by itself"
+        self.say(f"{title} is on {found[1]}")
+        return found
+
+    def say(self, what: str) -> None:
+        print(f"{time.monotonic() - self.began:5.0f} s, step {self.ledger.committed()}: {what}", flush=True)
+
+
 @pytest.mark.skipif(
     os.environ.get("ROLLMILL_TEST_RAY") != "yes", reason="takes minutes: scripts/test --ray runs it, by itself"
 )
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_run_survives_the_loss_of_every_node(
-    tmp_path: Path,
-    midtrained: RunDirectory,  # noqa: F811
-    database_url: str,
-    nodes: Nodes,
-) -> None:
-    run = described_run(tmp_path, midtrained, database_url, nodes)
-    url = str(run.home_store)
-    weights, ledger, trajectories = stores(run)
-    draw = random.Random(os.urandom(8))
-    seen_digests: dict[int, str] = {}
-    seen_finished: set[str] = set()
-
-    def moment_after(step: int, *, driven: bool = False) -> None:
-        """A random moment after a step is committed; with `driven` there is a supervisor. What is published or
-        finished by then must stay."""
-        wait_for(lambda: ledger.committed() >= step, run)
-        time.sleep(draw.uniform(0, 2))
-        if driven:
-            wait_for(lambda: supervisor_pid(nodes) and Presence(Objects.open(url)).where(), run)
-        seen_digests.update(digests(weights, "rl"))
-        seen_finished.update(finished_ids(trajectories, run))
+def test_a_run_survives_the_loss_of_every_node(tmp_path: Path, database_url: str, nodes: Nodes) -> None:
+    run = described_run(tmp_path, database_url, nodes)
+    url, watched = str(run.home_store), Watched(run, nodes)
 
     # the driver may leave at any moment: here it is killed
     driver = nodes.head.run(*ROLLMILL, "train", "--resume", url, stdout=(tmp_path / "driver").open("w"))
     while Presence(Objects.open(url)).where() is None:
         assert driver.poll() is None, (tmp_path / "driver").read_text()
         time.sleep(0.2)
-    time.sleep(draw.uniform(0, 2))
+    time.sleep(watched.draw.uniform(0, 2))
     os.killpg(driver.pid, signal.SIGKILL)
     command("scale", url, "engines=2")
 
-    # the node of the gateway is lost: with it its open sessions, and whatever else is there
-    moment_after(1)
-    nodes.lose(gateway_node(run))
+    # the node of the trainer is lost: with it an engine, and whatever else is there
+    nodes.lose(watched.next_moment("rollmill trainer ")[1])
     another = nodes.start_worker()
     # the head is lost, and comes back with what it had written to Redis
-    moment_after(2)
+    watched.next_moment(SUPERVISOR)
     if nodes.redis:
         nodes.lose(nodes.head.address)
         nodes.wait([nodes.start_head(), another])
-    # the run is stopped, and resumed by a command that ends at once
-    moment_after(3, driven=True)
+    # the run is stopped, and resumed with more steps by a command that ends at once
+    watched.next_moment(SUPERVISOR)
+    wait_for(lambda: Presence(Objects.open(url)).where(), run)
     assert "training" in command("status", url) and "stopped" in command("stop", url)
-    assert "stopped" in command("status", url) and supervisor_pid(nodes) is None
-    assert nodes.head.run(*ROLLMILL, "train", "--resume", url, "--detach").wait() == 0
+    assert "stopped" in command("status", url) and process(nodes, SUPERVISOR) is None
+    steps = max(STEPS, watched.ledger.committed() + 5)  # enough for what happens to it from here on
+    assert nodes.head.run(*ROLLMILL, "train", "--resume", url, f"steps={steps}", "--detach").wait() == 0
+    run = watched.run = RunDirectory.open(Path(url))
     # the supervisor is killed: Ray brings it back, and it takes over the processes that run
-    moment_after(4, driven=True)
-    pid = supervisor_pid(nodes)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    moment_after(5)
-    nodes.lose(gateway_node(run))
+    os.kill(watched.next_moment(SUPERVISOR)[0], signal.SIGKILL)
+    # the node of a gateway is lost: with it its open sessions
+    nodes.lose(watched.next_moment("rollmill gateway ")[1])
     wait_for(lambda: state_of(run).word == "finished", run)
+    watched.say("finished")
 
-    check_stores(run, seen_digests, seen_finished)
+    check_stores(run, watched.digests, watched.finished)
     events = collected(run)
     assert "engine-home-2" in {event["process"] for event in events}
-    assert "gateway" in {event["target"] for event in events if event["kind"] == "restart"}
-    assert "finished" in command("status", url) and "supervisor" in command("logs", url)
+    assert {"trainer", "gateway"} <= {event["target"] for event in events if event["kind"] == "restart"}
+    players = {event["process"] for event in events if event["kind"] == "rollout" and event["split"] == "train"}
+    assert players == {"dispatcher", "dispatcher-2"}, "both have played"
     objects = Objects.open(url)
+    assert {f"cluster/{role}.json" for role in run.config.gateways} <= set(objects.list("cluster"))
+    assert "finished" in command("status", url) and "supervisor" in command("logs", url)
     written = b"".join(objects.get(key) for key in objects.list("cluster"))
     assert written and not any(secret.encode() in written for secret in run.secrets.values())
 
 
-def described_run(tmp_path: Path, base: RunDirectory, database_url: str, nodes: Nodes) -> RunDirectory:
-    """A run that is not started yet, mid-trained already. It is its store: no host has its directory."""
+def described_run(tmp_path: Path, database_url: str, nodes: Nodes) -> RunDirectory:
+    """A run of the demo with a tiny model that has learnt nothing, and a reward for it. Its first stage is over. It is
+    its store: no host has its directory. Decode time is simulated: so a step takes seconds, and little of the cores."""
     made = small_run(
         tmp_path / "made",
         "fleet",
         f"store={new_bucket()!r}",
         f"database={database_url!r}",
         f"cluster={{kind='ray',address='{nodes.address}'}}",
-        "engines=[{region='home'}]",
-        "stages.rl.steps=6",
+        f"engines=[{{region='home',kind='{KIND}',token_s=0.15}}]",
+        "gateway.replicas=2",
+        "dispatcher.replicas=2",
+        *(f"model.{setting}" for setting in TINY),
+        f"modules='{os.getcwd()}'",
+        "rewards=[{kind='calls'},{kind='tests.cluster.chance:Chance'}]",
+        "stages.midtrain.steps=1",
+        f"stages.rl.steps={STEPS}",
         "stages.rl.groups_per_step=2",
+        "stages.rl.training.checkpoint_every=3",
         *BRIEF_EVALS,
     )
-    copy_objects(Objects.open(base.home_store), Objects.open(made.home_store))
+    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(made.path), "midtrain"], check=True)
     describe_run(made)
     (made.path / "run.json").unlink()
     return RunDirectory.open(Path(str(made.home_store)))

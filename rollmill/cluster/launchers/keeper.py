@@ -24,7 +24,7 @@ from rollmill.cluster.handed import take
 from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
 from rollmill.cluster.launchers.local import describe_exit, last_words
 from rollmill.cluster.nursery import SUPERVISOR, Child, Nursery, end_with_parent
-from rollmill.cluster.outbox import Outbox, bring, send_report
+from rollmill.cluster.outbox import Outbox, bring
 from rollmill.cluster.ports import free_ports
 from rollmill.cluster.presence import RENEW_S, Presence
 from rollmill.errors import RollmillError, StorageError
@@ -213,7 +213,6 @@ def supervise() -> None:
         bring(objects, everything.path)
         need_tokenizer(run)
         report_run(everything)
-        send_report(objects, everything.path)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
     except RollmillError as error:

@@ -18,14 +18,17 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
+from rollmill.cluster.beacon import driven_elsewhere
 from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
 from rollmill.cluster.handed import hand_to
 from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
 from rollmill.cluster.lock import holder, terminate
 from rollmill.cluster.nursery import Child, Nursery
+from rollmill.cluster.presence import Presence
 from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.errors import RollmillError
+from rollmill.storage.objects import Objects
 from rollmill.tls import client_context, server_context
 
 RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
@@ -50,7 +53,8 @@ class RoleProcess:
 
 
 class Local:
-    """`[cluster] kind = "local"`: everything on this host. The supervisor is the command itself."""
+    """`[cluster] kind = "local"`: everything on this host. The supervisor is the command itself. With a `store` that
+    other hosts reach, commands there see and stop the run too."""
 
     elsewhere = False
 
@@ -87,12 +91,14 @@ class Local:
 
     def collect(self, run: RunDirectory) -> str | None:
         by = holder(run.path, "supervisor")
-        return None if by is None else str(by)
+        return driven_elsewhere(run) if by is None else str(by)
 
     def halt(self, run: RunDirectory) -> None:
         by = holder(run.path, "supervisor")
         if by is not None:
             terminate(by)
+        elif driven_elsewhere(run) is not None:
+            Presence(Objects.open(run.home_store)).ask_to_stop()
 
 
 class LocalLauncher:

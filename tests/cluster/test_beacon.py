@@ -1,0 +1,88 @@
+"""A run on one host with its objects in S3, as commands on another host see it, which reach nothing but the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmill.cli.main import app
+from rollmill.cluster.beacon import Beacon
+from rollmill.cluster.presence import Presence
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import RollmillError
+from rollmill.storage.objects import Objects
+from tests.cluster.conftest import make_config
+from tests.storage.serving import new_bucket, s3_environment, s3_server
+
+SMALL = ("layers=1", "width=16", "heads=2", "kv_heads=1", "head_dim=8", "mlp_width=16", "expert_width=8")
+ENDLESS = ("stages.midtrain.steps=100000", "stages.midtrain.training.threads=1")
+TRAIN = "from rollmill.cli.main import main; main()"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    for name, value in s3_environment(s3_server()).items():
+        monkeypatch.setenv(name, value)
+    settings = (*ENDLESS, *(f"model.{setting}" for setting in SMALL), f"store={new_bucket()!r}")
+    return RunDirectory.create(tmp_path / "runs", make_config(*settings))
+
+
+def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_run_of_another_host_is_seen_scaled_and_stopped_by_the_url_of_its_objects(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, presence = str(run.home_store), Presence(Objects.open(run.home_store))
+    train = [sys.executable, "-P", "-c", TRAIN, "train", "--resume", str(run.path)]
+    driver = subprocess.Popen(train, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        until(lambda: presence.where() or driver.poll() is not None)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+
+        def command(*words: str) -> str:
+            return CliRunner().invoke(app, [*words]).output
+
+        assert "training" in (said := command("status", url)) and f"process {driver.pid} on" in said
+        there = RunDirectory.open(Path(url))
+        until(lambda: command("status", url) and (there.events / "trainer.jsonl").exists())
+        with (run.logs / "trainer.log").open("a") as log:
+            log.write("a line of the trainer\n")
+        until(lambda: "a line of the trainer" in command("logs", url, "trainer"))
+        assert there.path.is_relative_to(tmp_path / "home") and "home: 3 engines" in command("scale", url, "engines=3")
+        refused = CliRunner().invoke(app, ["train", "--resume", url])
+        assert isinstance(refused.exception, RollmillError) and "is driven by process" in str(refused.exception)
+        assert "stopped" in command("stop", url) and driver.wait(60) == 130, driver.communicate()
+        assert "stopped" in command("status", url) and presence.where() is None and not presence.asked_to_stop()
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_a_supervisor_that_was_killed_on_this_host_is_in_nobodys_way(run: RunDirectory) -> None:
+    """Its lock is free, although the store says for a while that it drives the run."""
+    code = "import sys, time; from pathlib import Path; from rollmill.cluster.beacon import Beacon; "
+    code += "from rollmill.cluster.run import RunDirectory; "
+    code += "Beacon(RunDirectory.open(Path(sys.argv[1]))).__enter__(); print('told', flush=True); time.sleep(600)"
+    killed = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE)
+    assert killed.stdout is not None and killed.stdout.readline() == b"told\n"
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    presence = Presence(Objects.open(run.home_store))
+    assert f"process {killed.pid} on {socket.gethostname()}" in str(presence.where())
+    with Beacon(run):
+        assert f"process {os.getpid()} on" in str(presence.where())
+    assert presence.where() is None
