@@ -112,11 +112,17 @@ def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> N
             into.copy_(values.to(served_type(name)))
     if not coded:
         return
-    largest, matrices = _largest([values for _, values, _ in coded])
-    powers = nvfp4.power_of(largest).split(matrices) if form == "nvfp4" else itertools.repeat(None)
-    for (_, values, into), power in zip(coded, powers, strict=False):
-        for (piece, own), (place, _) in zip(_pieces(values, power), _pieces(into, power), strict=True):
-            place.copy_(fp8.rounded(piece, fp8.BLOCK) if own is None else nvfp4.rounded(piece, own))
+    if form == "fp8":
+        for _, values, into in coded:
+            for (piece, _), (place, _) in zip(_pieces(values, None), _pieces(into, None), strict=True):
+                fp8.round_into(piece, place, fp8.BLOCK)
+        largest, matrices = _largest([into for _, _, into in coded])  # NaN and infinities stay what they are
+    else:
+        largest, matrices = _largest([values for _, values, _ in coded])
+        for (_, values, into), power in zip(coded, nvfp4.power_of(largest).split(matrices), strict=True):
+            for (piece, own), (place, _) in zip(_pieces(values, power), _pieces(into, power), strict=True):
+                assert own is not None
+                place.copy_(nvfp4.rounded(piece, own))
     _check_finite([name for name, _, _ in coded], largest, matrices)
 
 

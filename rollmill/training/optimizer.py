@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rollmill.errors import TrainingError
 from rollmill.models.host import DTYPES, is_quantised, round_to_form_
 from rollmill.models.kernels.fused import fuses
+from rollmill.models.quantize import quantises
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.muon import matrix_parts, muon_step
 from rollmill.training.placement import Placement
@@ -78,6 +79,9 @@ class MasterOptimizer:
         self._parts = matrix_parts(model) if config.kind == "muon" else {}
         rest = {name: master for name, master in self._masters.items() if name not in self._parts}
         self._squares = {name: torch.zeros_like(master) for name, master in rest.items()}
+        # what the fused kernel does not round: codes, and Muon's matrices
+        coded = {name for name, served in self._served.items() if is_quantised(form) and quantises(name, served)}
+        self._rounded = [name for name in self._served if name in coded or name in self._parts]
         self._sums: dict[str, Tensor] = {}  # FP32 sums of gradients, if a step has several micro-batches
         self._updates = 0
         if state is None:
@@ -179,7 +183,7 @@ class MasterOptimizer:
             scale = min(1.0, self._config.max_grad_norm / max(float(norm), 1e-12))
             self._step_muon(name, gradients[name].float().mul_(scale), lr)
             self._served[name].copy_(self._masters[name])
-        self._round(self._served if is_quantised(self._form) else self._parts)  # the kernel rounds to plain types only
+        self._round(self._rounded)
         applied = math.isfinite(float(norm))
         self._updates += applied
         return Update(float(norm), lr, applied=applied)

@@ -127,6 +127,15 @@ def mixtures() -> None:
     fp8_grouped_triton.through_experts(x, torch.zeros(16, 2, dtype=torch.int64), ends, gate_up, down)
 
 
+def gradients_in_codes() -> None:
+    from rollmill.models.kernels import fp8_backward_triton
+
+    gate_up, grad = torch.zeros(130, 256).bfloat16(), torch.zeros(130, 128).bfloat16()
+    fp8_backward_triton.both_ways(gate_up)
+    fp8_backward_triton.both_ways(gate_up, rows=False)
+    fp8_backward_triton.swiglu_backward(gate_up, grad)
+
+
 def exact() -> None:
     from rollmill.models.kernels import exact_triton
 
@@ -217,6 +226,7 @@ def test_every_kernel_compiles(compiler: Compiler) -> None:
         attention,
         joined_products,
         mixtures,
+        gradients_in_codes,
         exact,
         heads,
         optimizers,

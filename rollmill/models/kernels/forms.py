@@ -1,15 +1,15 @@
 """Matrix products in each form: in the type of the weights, or quantised.
 
 A quantised form quantises the input of a product per token, so no token's result depends on its neighbours, and
-multiplies it with the served weights. The gradient ignores the quantisation: dX = dY · W and dW = dYᵀ · X, in the type
-of the weights.
+multiplies it with the served weights. The gradient ignores that quantisation: dX = dY · W and dW = dYᵀ · X.
 
 On Hopper, fp8 products run in FP8 if their shapes allow it (fp8, fp8_grouped_triton). Elsewhere, and for nvfp4, codes
 are converted to the bf16 or FP32 numbers they stand for, multiplied exactly, and summed in FP32. Only the order of the
-sum differs.
+sum differs. The gradients of products that fit (`fp8.differentiates`) are computed in FP8 too: their factors are
+quantised along the sum. Other gradients are computed in the type of the weights.
 
 With `exact`, the bits of a row do not depend on the rest of the batch (models.kernels.exact); FP8 codes are then always
-converted.
+converted, but not in the backward pass.
 """
 
 from __future__ import annotations
@@ -48,10 +48,17 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, e
 
 
 def add_product_(
-    out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, exact: bool = False
+    out_NO: Tensor,
+    x_NI: Tensor | fp8.Codes,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    form: str,
+    exact: bool = False,
 ) -> Tensor:
     """Adds x · weightᵀ + bias to `out` in place, on CUDA."""
-    if exact:
+    if isinstance(x_NI, fp8.Codes):
+        out_NO.add_(fp8.multiply(x_NI, fp8.Codes(*fp8.quantise(weight_OI, fp8.BLOCK))))
+    elif exact:
         exact_products.add_product_(out_NO, seen(x_NI, form), weight_OI.t())
     elif multiplies_codes(x_NI, weight_OI, form):
         out_NO.add_(fp8.product(x_NI, weight_OI))
@@ -60,17 +67,45 @@ def add_product_(
     return out_NO if bias_O is None else out_NO.add_(bias_O)
 
 
+class OutputGradient:
+    """The gradient of a product's output, from which the gradients of its factors are computed."""
+
+    def __init__(self, grad_NO: Tensor | fp8.BothWays, weight_OI: Tensor, form: str) -> None:
+        """In FP8 if `grad` is codes already, or if this product is differentiated in FP8."""
+        if isinstance(grad_NO, Tensor) and form == "fp8" and fp8.differentiates(grad_NO, weight_OI):
+            grad_NO = fp8.both_ways(grad_NO)
+        self._grad, self._weight = grad_NO, weight_OI
+
+    @property
+    def in_codes(self) -> bool:
+        return isinstance(self._grad, fp8.BothWays)
+
+    def of_input(self) -> Tensor:
+        """dY · W."""
+        if isinstance(self._grad, fp8.BothWays):
+            return fp8.multiply(self._grad.rows, fp8.transposed(self._weight))[: self._grad.tokens]
+        return self._grad @ self._weight
+
+    def of_weight(self, x_NI: Tensor | fp8.Codes) -> Tensor:
+        """dYᵀ · X. `x` may be codes along its tokens if the gradient is in codes."""
+        if isinstance(self._grad, fp8.BothWays):
+            return fp8.multiply(self._grad.columns, fp8.along_tokens(x_NI) if isinstance(x_NI, Tensor) else x_NI)
+        assert isinstance(x_NI, Tensor)
+        return self._grad.t() @ x_NI
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, exact: bool) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
-        ctx.has_bias = bias_O is not None
+        ctx.has_bias, ctx.form = bias_O is not None, form
         return product(x_NI, weight_OI, bias_O, form, exact)
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
-        return grad_NO @ weight_OI, grad_NO.t() @ x_NI, grad_NO.sum(0) if ctx.has_bias else None, None, None
+        grad = OutputGradient(grad_NO, weight_OI, ctx.form)
+        return grad.of_input(), grad.of_weight(x_NI), grad_NO.sum(0) if ctx.has_bias else None, None, None
 
 
 def linear(

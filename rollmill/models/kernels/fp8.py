@@ -8,11 +8,18 @@ scale and the same codes. With 448 instead of 464, a value just above 224 would 
 the second time.
 
 Scaling by a power of two is exact, and e4m3 has four significant bits, so every value is exact in bf16.
+
+Products on Hopper sum along rows of both factors, and a scale holds for 128 columns of a row:
+
+    Y  = X · Wᵀ     X [N, I] by rows      W [O, I] by blocks
+    dX = dY · W     dY [N, O] by rows     Wᵀ [I, O] by blocks: the same codes, transposed
+    dW = dYᵀ · X    dYᵀ [O, N] by rows    Xᵀ [I, N] by rows: quantised along the tokens
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,13 +66,18 @@ def dequantise(codes: Tensor, scales: Tensor, rows: int) -> Tensor:
 
 def rounded(x: Tensor, rows: int) -> Tensor:
     """dequantise(quantise(x)) in x's dtype."""
-    if _one_pass(x):
+    return round_into(x, x.new_empty(x.shape), rows)
+
+
+def round_into(x: Tensor, out: Tensor, rows: int) -> Tensor:
+    """The same, written into `out`, which may be `x`."""
+    if _one_pass(x) and out.is_contiguous():
         from rollmill.models.kernels import fp8_triton
 
-        return fp8_triton.rounded(x, rows)
+        return fp8_triton.round_into(x, out, rows)
     blocks = _blocks(x, rows)
     scales = scale_of(blocks.abs().amax((-3, -1)))[..., :, None, :, None]
-    return _whole((blocks * inverse(scales)).to(CODES).float().mul_(scales), x.shape).to(x.dtype)
+    return out.copy_(_whole((blocks * inverse(scales)).to(CODES).float().mul_(scales), x.shape))
 
 
 def _one_pass(x: Tensor) -> bool:
@@ -104,6 +116,25 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+class Codes(NamedTuple):
+    """A factor of a product, with its rows along the sum."""
+
+    codes: Tensor  # [R, C]
+    scales: Tensor  # FP32: [R, C / 128] stored column by column, or [R / 128, C / 128] of a weight
+
+    def values(self) -> Tensor:
+        """FP32."""
+        return dequantise(self.codes, self.scales, 1 if len(self.scales) == len(self.codes) else BLOCK)
+
+
+class BothWays(NamedTuple):
+    """A matrix with tokens as rows, quantised along its columns and along its tokens. Tokens are padded with zeros."""
+
+    rows: Codes  # [N', C]
+    columns: Codes  # of the transposed matrix, [C, N']
+    tokens: int  # N
+
+
 def multiplies(x_NI: Tensor, weight_OI: Tensor) -> bool:
     """Whether `product` takes these: whole blocks, and enough rows to be worth it."""
     # each row of the weight's scales and each column of the tokens' scales must start at a multiple of 16 bytes
@@ -112,11 +143,66 @@ def multiplies(x_NI: Tensor, weight_OI: Tensor) -> bool:
     return _has_block_products(x_NI.device) and bf16 and whole and x_NI.shape[0] >= _FEWEST_ROWS
 
 
+def differentiates(grad_NO: Tensor, weight_OI: Tensor) -> bool:
+    """Whether the gradients of this product are computed in FP8 too: the transposed weight must fit as well."""
+    return multiplies(grad_NO, weight_OI) and weight_OI.shape[0] % (4 * BLOCK) == 0
+
+
 def product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x · weightᵀ in FP8 on Hopper. Both are quantised here; a served weight gives exactly the codes it was made
-    from."""
+    """x · weightᵀ in FP8. Both are quantised here; a served weight gives exactly the codes it was made from."""
     tokens = x_NI.shape[0]
-    codes_NI, scales_NB = quantise(pad(x_NI, (0, 0, 0, -tokens % 4)), 1)
-    codes_OI, scales_CB = quantise(weight_OI, BLOCK)
-    scales_NB = scales_NB.t().contiguous().t()  # the product needs column order; the Triton kernel wrote it already
-    return torch._scaled_mm(codes_NI, codes_OI.t(), scales_NB, scales_CB.t(), out_dtype=torch.bfloat16)[:tokens]
+    return multiply(token_codes(x_NI), Codes(*quantise(weight_OI, BLOCK)))[:tokens]
+
+
+def token_codes(x_NI: Tensor) -> Codes:
+    """The codes of rows that are multiplied by a weight, padded to a multiple of 4 rows."""
+    codes_NI, scales_NB = quantise(pad(x_NI, (0, 0, 0, -x_NI.shape[0] % 4)), 1)
+    return Codes(codes_NI, _by_column(scales_NB))
+
+
+def multiply(left: Codes, right: Codes) -> Tensor:
+    """left · rightᵀ in bf16: in FP8 on Hopper, elsewhere with the numbers that the codes stand for."""
+    if not _has_block_products(left.codes.device):
+        return (left.values() @ right.values().t()).bfloat16()
+    factors = (left.codes, right.codes.t(), left.scales, right.scales.t())
+    return torch._scaled_mm(*factors, out_dtype=torch.bfloat16)
+
+
+def transposed(weight_OI: Tensor) -> Codes:
+    """The codes of the transposed weight. Blocks are square, so they are those of the weight."""
+    if _one_pass(weight_OI):
+        from rollmill.models.kernels import fp8_triton
+
+        codes, scales = fp8_triton.quantise_transposed(weight_OI.unsqueeze(0))
+        return Codes(codes.squeeze(0), scales.squeeze(0))
+    codes, scales = quantise(weight_OI, BLOCK)
+    return Codes(codes.t().contiguous(), scales.t().contiguous())
+
+
+def both_ways(x_NC: Tensor) -> BothWays:
+    """C is a multiple of 128."""
+    x_NC = x_NC.contiguous()
+    if _one_pass(x_NC):
+        from rollmill.models.kernels import fp8_backward_triton
+
+        rows, columns = fp8_backward_triton.both_ways(x_NC)
+        assert rows is not None
+        return BothWays(Codes(*rows), Codes(*columns), len(x_NC))
+    padded = pad(x_NC, (0, 0, 0, -len(x_NC) % BLOCK))
+    codes, scales = quantise(padded, 1)
+    return BothWays(Codes(codes, _by_column(scales)), along_tokens(x_NC), len(x_NC))
+
+
+def along_tokens(x_NC: Tensor) -> Codes:
+    """The codes of the transposed matrix, with one scale per column and 128 tokens. C is a multiple of 128."""
+    x_NC = x_NC.contiguous()
+    if _one_pass(x_NC):
+        from rollmill.models.kernels import fp8_backward_triton
+
+        return Codes(*fp8_backward_triton.both_ways(x_NC, rows=False)[1])
+    codes, scales = quantise(pad(x_NC, (0, 0, 0, -len(x_NC) % BLOCK)).t().contiguous(), 1)
+    return Codes(codes, _by_column(scales))
+
+
+def _by_column(scales: Tensor) -> Tensor:
+    return scales.t().contiguous().t()  # the Triton kernels store them so already

@@ -91,7 +91,6 @@ def quantise_transposed(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
     return codes_EOI, scales_ECB
 
 
-def rounded(x: Tensor, rows: int) -> Tensor:
-    out = torch.empty_like(x)
+def round_into(x: Tensor, out: Tensor, rows: int) -> Tensor:
     _launch(x, out, None, rows)
     return out

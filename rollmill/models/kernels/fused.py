@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rollmill.models.kernels import elementwise
+from rollmill.models.kernels import elementwise, fp8
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.exact import fp32_product
-from rollmill.models.kernels.forms import add_product_, linear, product
+from rollmill.models.kernels.forms import OutputGradient, add_product_, linear, multiplies_codes, product
 from rollmill.models.triton import has_triton
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, FP32 [N, 1, D/2]
@@ -74,7 +74,7 @@ class _NormLinear(Function):
         copy_NW = x_NW.new_empty(x_NW.shape)
         normal_NW, scale_N = norm_forward(x_NW, norm_W, eps, copy_NW)
         ctx.save_for_backward(x_NW, norm_W, scale_N, weight)
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.form = bias is not None, form
         ctx.set_materialize_grads(False)
         return product(normal_NW, weight, bias, form, exact), copy_NW
 
@@ -83,9 +83,11 @@ class _NormLinear(Function):
         from rollmill.models.kernels.fused_triton import norm_backward
 
         x_NW, norm_W, scale_N, weight = ctx.saved_tensors
-        grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=True)
+        output = OutputGradient(grad, weight, ctx.form)
+        grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, output.of_input(), skip_NW, normal=True)
         assert normal_NW is not None
-        return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None, None, None
+        grad_bias = grad.sum(0) if ctx.has_bias else None
+        return grad_x, grad_norm, None, output.of_weight(normal_NW), grad_bias, None, None
 
 
 def norm_linear(
@@ -109,14 +111,16 @@ class _AddLinear(Function):
         ctx: Any, x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, form: str, exact: bool
     ) -> Tensor:
         ctx.save_for_backward(y, weight)
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.form = bias is not None, form
         ctx.mark_dirty(x_NW)
         return add_product_(x_NW, y, weight, bias, form, exact)
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
         y, weight = ctx.saved_tensors
-        return grad_NW, grad_NW @ weight, grad_NW.t() @ y, grad_NW.sum(0) if ctx.has_bias else None, None, None
+        output = OutputGradient(grad_NW, weight, ctx.form)
+        grad_bias = grad_NW.sum(0) if ctx.has_bias else None
+        return grad_NW, output.of_input(), output.of_weight(y), grad_bias, None, None
 
 
 def add_linear(
@@ -153,7 +157,7 @@ class _AddMLP(Function):
         exact: bool,
         *weights: Tensor | None,
     ) -> Tensor:
-        from rollmill.models.kernels.fused_triton import norm_forward, swiglu_forward
+        from rollmill.models.kernels.fused_triton import norm_forward
 
         mlp = DenseMLP(*weights)  # type: ignore[arg-type]
         y_NW = add_product_(copy_NW, attended, mlp.output, mlp.output_bias, form, exact)
@@ -165,7 +169,7 @@ class _AddMLP(Function):
             gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up, form, exact)
         else:
             gate_up = product(normal_NW, mlp.gate_up, None, form, exact)
-            inner = swiglu_forward(gate_up)
+            inner = _swiglu(gate_up, mlp.down, form, exact)
         ctx.save_for_backward(x_NW if remakes else y_NW, attended, scale_N, gate_up, *weights)
         ctx.eps, ctx.form = eps, form
         if remakes:  # otherwise `copy` now holds y, which nothing outside has
@@ -174,27 +178,54 @@ class _AddMLP(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
-        from rollmill.models.kernels.fused_triton import norm_backward, norm_forward, swiglu_backward
+        from rollmill.models.kernels.fused_triton import norm_backward, norm_forward
 
         y_NW, attended, scale_N, gate_up, *weights = ctx.saved_tensors
         mlp, normal_NW = DenseMLP(*weights), None
+        down = OutputGradient(grad_NW, mlp.down, ctx.form)
         if gate_up is None:
             from rollmill.models.kernels.swiglu_triton import swiglu_product_backward
 
             y_NW = add_product_(y_NW.clone(), attended, mlp.output, mlp.output_bias, ctx.form)
             normal_NW, _ = norm_forward(y_NW, mlp.norm, ctx.eps)
-            grad_gate_up, inner = swiglu_product_backward(normal_NW, mlp.gate_up, grad_NW @ mlp.down, ctx.form)
+            slope, inner = swiglu_product_backward(normal_NW, mlp.gate_up, down.of_input(), ctx.form)
         else:
-            grad_gate_up, inner, _ = swiglu_backward(gate_up, grad_NW @ mlp.down)
-        grad_down = grad_NW.t() @ inner
-        del inner
-        grad_normal, kept = grad_gate_up @ mlp.gate_up, normal_NW is not None
+            slope, inner = _swiglu_backward(gate_up, down)
+        grad_down, joined = down.of_weight(inner), OutputGradient(slope, mlp.gate_up, ctx.form)
+        del inner, slope, down
+        grad_normal, kept = joined.of_input(), normal_NW is not None
         grad_y, grad_norm, made = norm_backward(y_NW, mlp.norm, scale_N, grad_normal, grad_NW, normal=not kept)
         normal_NW = normal_NW if made is None else made
         assert normal_NW is not None
-        grad_bias = None if mlp.output_bias is None else grad_y.sum(0)
-        found = (grad_y.t() @ attended, grad_bias, grad_norm, grad_gate_up.t() @ normal_NW, grad_down)
-        return grad_y, None, grad_y @ mlp.output, None, None, None, None, *found
+        grad_gate_up, grad_bias = joined.of_weight(normal_NW), None if mlp.output_bias is None else grad_y.sum(0)
+        del joined
+        output = OutputGradient(grad_y, mlp.output, ctx.form)
+        found = (output.of_weight(attended), grad_bias, grad_norm, grad_gate_up, grad_down)
+        return grad_y, None, output.of_input(), None, None, None, None, *found
+
+
+def _swiglu(gate_up: Tensor, down: Tensor, form: str, exact: bool) -> Tensor | fp8.Codes:
+    """SwiGLU's output, as codes if the product with `down` takes codes."""
+    if not exact and len(gate_up) % 4 == 0 and multiplies_codes(gate_up, down, form):
+        from rollmill.models.kernels.fp8_grouped_triton import swiglu_codes
+
+        codes, scales = swiglu_codes(gate_up)
+        return fp8.Codes(codes, scales.t())
+    from rollmill.models.kernels.fused_triton import swiglu_forward
+
+    return swiglu_forward(gate_up)
+
+
+def _swiglu_backward(gate_up: Tensor, down: OutputGradient) -> tuple[Tensor | fp8.BothWays, Tensor | fp8.Codes]:
+    """The gradient of gate_up, and SwiGLU's output: as codes if the next products take codes."""
+    if down.in_codes:
+        from rollmill.models.kernels import fp8_backward_triton
+
+        rows, columns, inner = fp8_backward_triton.swiglu_backward(gate_up, down.of_input())
+        return fp8.BothWays(fp8.Codes(*rows), fp8.Codes(*columns), len(gate_up)), fp8.Codes(*inner)
+    from rollmill.models.kernels.fused_triton import swiglu_backward
+
+    return swiglu_backward(gate_up, down.of_input())[:2]
 
 
 def add_mlp(
