@@ -7,9 +7,13 @@ forms use models.quantize, with the same guarantee.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +23,8 @@ from rollmill.weights.format.manifest import Layout, TensorEntry, describe, root
 from rollmill.weights.format.tensors import HostTensor
 
 _PIECE = 1 << 23  # elements
+_THREADED_BYTES = 64 << 20  # smaller weights are hashed and audited in one thread
+_MOST_THREADS = 16
 _KEPT_WIDE = ".router.bias"
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CODES = ("fp8_e4m3", "fp4x2")  # dtypes that only quantised forms have
@@ -101,8 +107,15 @@ class HostFacts:
 
     @classmethod
     def of(cls, tensors: Mapping[str, HostTensor]) -> HostFacts:
-        audits = {name: audit_host(tensor.data, tensor.width) for name, tensor in tensors.items()}
-        return cls({entry.name: entry for entry in describe(tensors)}, audits)
+        many = sum(tensor.data.nbytes for tensor in tensors.values()) >= _THREADED_BYTES
+        if not many:
+            audits = {name: audit_host(tensor.data, tensor.width) for name, tensor in tensors.items()}
+            return cls({entry.name: entry for entry in describe(tensors)}, audits)
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "host-facts") as pool:
+            entries = {name: pool.submit(describe, {name: tensor}) for name, tensor in tensors.items()}
+            parts = {name: [pool.submit(*part) for part in _audit_parts(tensor)] for name, tensor in tensors.items()}
+            audits = {name: sum(part.result() for part in each) % 2**64 for name, each in parts.items()}
+            return cls({name: entry.result()[0] for name, entry in entries.items()}, audits)
 
     def after(self, tensors: Mapping[str, HostTensor], changed: Iterable[str]) -> HostFacts:
         """The facts of the next version, in which only tensors in `changed` differ. Nothing else is read."""
@@ -112,6 +125,13 @@ class HostFacts:
     @property
     def digest(self) -> str:
         return root_digest(tuple(self.entries[name] for name in sorted(self.entries)))
+
+
+def _audit_parts(tensor: HostTensor) -> Iterator[tuple[Callable[..., int], np.ndarray, int, int]]:
+    """Calls whose results add up to the tensor's audit."""
+    for first in range(0, max(tensor.elements, 1), _PIECE):
+        part = tensor.data[first * tensor.width : (first + _PIECE) * tensor.width]
+        yield partial(audit_host, compiled=True), part, tensor.width, first
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from rollmill.models.quantize import round_into
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig
+from rollmill.training.device_delta import DeviceDelta, codes_on_device
 from rollmill.training.next_token import NextTokenPasses
 from rollmill.training.placement import Gather, Recomputed
 from rollmill.training.state import read_tensors, write_whole
@@ -25,6 +26,7 @@ from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest, describe, root_digest
 from rollmill.weights.format.tensors import Tensors
 from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.encoder import Made
 from rollmill.weights.writing.publisher import Publisher
 
 T = TypeVar("T")
@@ -85,7 +87,8 @@ class WholePlacement:
     def publisher(
         self, model: Decoder, weights: WeightStore, line: str, form: str, config: TrainingConfig
     ) -> WholePublisher:
-        return WholePublisher(Publisher(weights, line, form, config.snapshot_every, goal=config.delta_goal))
+        # an export is a copy that nobody changes
+        return WholePublisher(Publisher(weights, line, form, config.snapshot_every, goal=config.delta_goal, keeps=True))
 
     def write_state(
         self, objects: Objects, folder: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -96,9 +99,16 @@ class WholePlacement:
         return read_tensors(objects, folder, described)
 
 
+class Exported(NamedTuple):
+    tensors: Tensors
+    made: Made | None  # the coded changes since the export before
+
+
 class WholePublisher:
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
+        self._delta: DeviceDelta | None = None  # made with the first export, if there is room for it
+        self._newest: Exported | None = None
 
     @property
     def last(self) -> Manifest | None:
@@ -107,17 +117,32 @@ class WholePublisher:
     def resume(self) -> None:
         self._publisher.resume()
 
-    def export(self, model: Decoder) -> Tensors:
-        return to_host(model.state_dict(), self._publisher.form)
+    def export(self, model: Decoder) -> Exported:
+        state, form = model.state_dict(), self._publisher.form
+        made = self._delta.make() if self._delta is not None else None
+        if self._delta is None and self._publisher.goal == "fast" and codes_on_device(state, form):
+            self._delta = DeviceDelta(state, form)
+        self._newest = Exported(to_host(state, form), made)
+        return self._newest
 
-    def held(self, exported: Tensors) -> Tensors:
-        return exported
+    def held(self, exported: Exported) -> Tensors:
+        return exported.tensors
 
-    def matches(self, manifest: Manifest, exported: Tensors) -> bool:
-        return manifest.digest == root_digest(describe(exported))
+    def matches(self, manifest: Manifest, exported: Exported) -> bool:
+        same = manifest.digest == root_digest(describe(exported.tensors))
+        if same:
+            self._name(exported, manifest)
+        return same
 
-    def publish(self, number: int, exported: Tensors, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
-        return self._publisher.publish(number, exported, parent, metadata)
+    def publish(self, number: int, exported: Exported, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
+        manifest = self._publisher.publish(number, exported.tensors, parent, metadata, exported.made)
+        self._name(exported, manifest)
+        return manifest
+
+    def _name(self, exported: Exported, manifest: Manifest) -> None:
+        """These weights are this version. If they are the newest, the next delta can start from them."""
+        if self._delta is not None and exported is self._newest:
+            self._delta.base = manifest.digest
 
 
 WHOLE = WholePlacement()

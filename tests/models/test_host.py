@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rollmill.errors import WeightsError
+from rollmill.models import host
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import HostFacts, device_digest, load_host, round_to_form_, to_host
 from rollmill.models.updates.audit import audit
@@ -107,7 +108,7 @@ def test_the_bias_of_the_router_is_never_rounded() -> None:
     assert device_digest(other) == device_digest(model)
 
 
-def test_host_facts_match_a_device_copy() -> None:
+def test_host_facts_match_a_device_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_decoder()
     tensors = to_host(model.state_dict())
     facts = HostFacts.of(tensors)
@@ -120,6 +121,9 @@ def test_host_facts_match_a_device_copy() -> None:
     after = facts.after({"norm": following["norm"]}, ["norm"])
     assert after == HostFacts.of(following)
     assert after.digest != facts.digest
+    monkeypatch.setattr(host, "_THREADED_BYTES", 0)  # in threads, and large tensors in parts
+    monkeypatch.setattr(host, "_PIECE", 100)
+    assert HostFacts.of(tensors) == facts
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])

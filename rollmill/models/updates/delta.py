@@ -127,7 +127,11 @@ class Differences:
         return indices.to(torch.int32), new[indices]
 
     def encode(self, densest: float = DENSEST) -> list[Encoded | None]:
-        """The payloads. Threads compress them while the device computes the next batch."""
+        """The payloads; None if more than the share `densest` of a group's elements changed."""
+        return [future.result() for future in self.start(densest)]
+
+    def start(self, densest: float = DENSEST) -> list[Future[Encoded | None]]:
+        """The same, without waiting for the threads that compress the payloads. The tensors may change afterwards."""
         futures: dict[int, Future[Encoded | None]] = {}
         for batch in self._batches:
             done = batch.run(densest)
@@ -137,7 +141,7 @@ class Differences:
             streams = reference_streams(*self._flat(group), densest)
             arrays, changed = (streams.arrays(), streams.changed) if streams else (None, 0)
             futures[group] = self._pool.submit(_encoded, arrays, changed)
-        return [futures[group].result() for group in range(len(self._groups))]
+        return [futures[group] for group in range(len(self._groups))]
 
     def _device_batches(self) -> Iterable[list[int]]:
         """The groups that Triton can process, in batches of the same device and width."""

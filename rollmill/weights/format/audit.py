@@ -24,17 +24,18 @@ _COMPILED_FROM = 1 << 20  # elements; loading a compiler takes longer than a sma
 _UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4"}
 
 
-def audit_host(data: np.ndarray, width: int) -> int:
-    """The audit of a tensor given as flat uint8 with elements of `width` bytes."""
+def audit_host(data: np.ndarray, width: int, first: int = 0, *, compiled: bool = False) -> int:
+    """The audit of a tensor given as flat uint8 with elements of `width` bytes; or the summand of a part of it that
+    begins with element `first`. `compiled`: there is so much to audit that loading a compiler is worth it."""
     elements = data.view(_UNSIGNED[width])
-    compiled = _compiled() if elements.size >= _COMPILED_FROM else None
-    if compiled is not None:
-        return int(compiled(elements))
+    loop = _compiled() if compiled or elements.size >= _COMPILED_FROM else None
+    if loop is not None:
+        return int(loop(elements, first))
     positions, scratch = np.arange(_BLOCK, dtype=np.uint64) * np.uint64(GOLDEN), np.empty(_BLOCK, dtype=np.uint64)
     total = 0
     for start in range(0, elements.size, _BLOCK):
         block = elements[start : start + _BLOCK]
-        keys = positions[: block.size] + np.uint64(start * GOLDEN % 2**64)
+        keys = positions[: block.size] + np.uint64((first + start) * GOLDEN % 2**64)
         keys += block
         total += _sum_mixed(keys, scratch[: block.size])
     return total % 2**64
@@ -52,17 +53,17 @@ def _sum_mixed(keys: np.ndarray, scratch: np.ndarray) -> int:
 
 
 @functools.cache
-def _compiled() -> Callable[[np.ndarray], int] | None:
+def _compiled() -> Callable[[np.ndarray, int], int] | None:
     try:
         from numba import njit, uint64
     except ImportError:
         return None
 
     @njit(nogil=True, cache=True)
-    def audit(elements):
+    def audit(elements, first):
         total = uint64(0)
         for i in range(elements.size):
-            key = uint64(i) * uint64(GOLDEN) + uint64(elements[i])
+            key = uint64(first + i) * uint64(GOLDEN) + uint64(elements[i])
             key = (key ^ (key >> uint64(30))) * uint64(FIRST_FACTOR)
             key = (key ^ (key >> uint64(27))) * uint64(SECOND_FACTOR)
             total += key ^ (key >> uint64(31))

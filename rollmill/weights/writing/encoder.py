@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -67,12 +67,20 @@ Run = list[Row]
 BytesOf = Callable[[Row], np.ndarray]  # the bytes of a chunk: flat uint8, a view
 
 
+class Made(NamedTuple):
+    """Payloads that were coded elsewhere, such as on a GPU."""
+
+    base: str  # the digest of the version that they start from
+    payloads: Mapping[int, Future[Encoded | None]]  # by the first place of a run; None: this encoder shall code it
+
+
 class Before(NamedTuple):
     """The version a delta starts from."""
 
     base: Base
     digests: Sequence[str]  # of its whole chunk table
     bytes_of: BytesOf | None  # None: the base could not be read back, so chunks are coded whole
+    made: Mapping[int, Future[Encoded | None]] = {}  # see `Made`
 
 
 class Coded(NamedTuple):
@@ -117,7 +125,7 @@ class Encoder:
         """Code the rows as a delta if there is a version before, and as a snapshot if asked for or if there is none."""
         total = sum(row.size for row in rows)
         threads = 1 if total < _SMALL_BYTES else self._threads or min(_cores(), _MOST_THREADS)
-        runs = _runs(rows)
+        runs = runs_of(rows)
         prefix = pack_prefix(self._line, self._form, number)
         digests: dict[int, str] = {}
         delta = full = None
@@ -132,11 +140,10 @@ class Encoder:
         self, packs: _PackWriter, runs: list[Run], new: BytesOf, before: Before, digests: dict[int, str], threads: int
     ) -> Encoding:
         def code(run: Run) -> tuple[Encoded, list[str]]:
-            elements, width = _join(new, run), run[0].width
-            if before.bytes_of is None:
-                encoded = Encoded("raw", encode_full(elements, width), elements.size // width)
-            else:
-                encoded = encode_difference(_join(before.bytes_of, run), elements, width, self._goal)
+            made = before.made.get(run[0].place)
+            encoded = made.result() if made is not None else None
+            if encoded is None:
+                encoded = self._code(run, new, before)
             if not encoded.changed:
                 return encoded, [before.digests[row.place] for row in run]
             return encoded, [chunk_digest(new(row).data) for row in run]
@@ -151,6 +158,12 @@ class Encoder:
             if encoded.changed:
                 packs.add(run, encoded.coding, encoded.payload)
         return packs.finish(changed, before.base)
+
+    def _code(self, run: Run, new: BytesOf, before: Before) -> Encoded:
+        elements, width = _join(new, run), run[0].width
+        if before.bytes_of is None:
+            return Encoded("raw", encode_full(elements, width), elements.size // width)
+        return encode_difference(_join(before.bytes_of, run), elements, width, self._goal)
 
 
 def _snapshot(packs: _PackWriter, runs: list[Run], new: BytesOf, digests: dict[int, str], threads: int) -> Encoding:
@@ -201,7 +214,7 @@ class _PackWriter:
         self._packs.append(pack)
 
 
-def _runs(rows: Sequence[Row]) -> list[Run]:
+def runs_of(rows: Sequence[Row]) -> list[Run]:
     """Rows that follow each other in the chunk table and have one element width, coded together."""
     runs: list[Run] = []
     size = 0

@@ -19,7 +19,7 @@ from rollmill.weights.format.codings import Goal
 from rollmill.weights.format.manifest import Base, Manifest, describe, layout_of, root_digest
 from rollmill.weights.format.tensors import HostTensor, Tensors
 from rollmill.weights.reading.store import WeightStore
-from rollmill.weights.writing.encoder import Before, BytesOf, Encoder, Row, entries_of, rows_of
+from rollmill.weights.writing.encoder import Before, BytesOf, Encoder, Made, Row, entries_of, rows_of
 from rollmill.weights.writing.writer import Writer
 
 
@@ -37,14 +37,17 @@ class Publisher:
         snapshot_every: int = 25,
         goal: Goal = "fast",
         threads: int | None = None,
+        keeps: bool = False,
     ) -> None:
+        """`keeps`: the tensors of a version become the base as they are, without a copy. Nobody may change them."""
         self.snapshot_every = checked_snapshot_every(snapshot_every)
         self._writer = Writer(store, line, form)
-        self.store, self.line, self.form = store, line, form
+        self.store, self.line, self.form, self.goal = store, line, form, goal
         self.last: Manifest | None = None  # the newest version of the line as far as this publisher knows
         self.problem: str | None = None  # why the newest version cannot be the base, if it cannot
         self._encoder = Encoder(store, line, form, goal, threads)
-        self._base: dict[str, HostTensor] | None = None  # private, writeable copy of the weights of `last`
+        self._keeps = keeps
+        self._base: dict[str, HostTensor] | None = None  # the weights of `last`; private and writeable unless `keeps`
         self._resumed = False
 
     @property
@@ -68,9 +71,15 @@ class Publisher:
         return self.last
 
     def publish(
-        self, number: int, tensors: Tensors, parent: Version | None = None, metadata: Mapping[str, Any] | None = None
+        self,
+        number: int,
+        tensors: Tensors,
+        parent: Version | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        made: Made | None = None,
     ) -> Manifest:
         """Commit version `number`. Its parent is the previous number unless another version, of any line, is named.
+        `made`: payloads of its delta; those of another base than the newest version are not used.
 
         If the number exists with the same weights, the existing manifest is returned; other weights are an error.
         """
@@ -86,18 +95,22 @@ class Publisher:
             self._writer.check()
             raise self._overtaken(head)
         self._writer.check_number(number, self.last)
-        manifest = self._write(number, tensors, parent, metadata or {})
+        manifest = self._write(number, tensors, parent, metadata or {}, made)
         if not self._writer.commit(manifest):
             return self._confirm(number, tensors)
         self._promote(manifest, tensors)
         return manifest
 
-    def _write(self, number: int, tensors: Tensors, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
+    def _write(
+        self, number: int, tensors: Tensors, parent: Version | None, metadata: Mapping[str, Any], made: Made | None
+    ) -> Manifest:
         layout = layout_of(tensors)
         before = None
         if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout:
             base = Base(number=self.last.number, digest=self.last.digest)
             before = Before(base, [chunk.digest for chunk in self.last.chunks], _bytes_of(self._base))
+            if made is not None and made.base == base.digest:
+                before = before._replace(made=made.payloads)
         snapshot = number % self.snapshot_every == 0
         coded = self._encoder.encode(number, rows_of(layout), _bytes_of(tensors), before, snapshot)
         entries = entries_of(layout, [coded.digests[place] for place in range(len(coded.digests))])
@@ -123,8 +136,10 @@ class Publisher:
         )
 
     def _promote(self, manifest: Manifest, tensors: Tensors) -> None:
-        """Make the committed version the base. Only chunks that differ are copied."""
-        if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout_of(tensors):
+        """Make the committed version the base. Only chunks that differ are copied, or nothing with `keeps`."""
+        if self._keeps:
+            self._base = dict(tensors)
+        elif self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout_of(tensors):
             for old, new in zip(self.last.chunks, manifest.chunks, strict=True):
                 if old.digest != new.digest:
                     part = slice(new.start, new.stop)
