@@ -13,7 +13,7 @@ Products on Hopper sum along rows of both factors, and a scale holds for 128 col
 
     Y  = X · Wᵀ     X [N, I] by rows      W [O, I] by blocks
     dX = dY · W     dY [N, O] by rows     Wᵀ [I, O] by blocks: the same codes, transposed
-    dW = dYᵀ · X    dYᵀ [O, N] by rows    Xᵀ [I, N] by rows: quantised along the tokens
+    dW = dYᵀ · X    dYᵀ [O, N] by rows    Xᵀ [I, N] by blocks
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from rollmill.models.triton import has_triton
 
 BLOCK = 128
+TOKENS = 4 * BLOCK  # a sum over tokens is padded to a multiple: rows of the scales start at a multiple of 16 bytes
 CODES = torch.float8_e4m3fn
 LARGEST_WEIGHT = 2.0**127  # above this, rounding up could leave the range of bf16
 _SMALLEST_SCALE = -60  # an exponent: the product of two scales is still a normal FP32 number
@@ -128,7 +129,7 @@ class Codes(NamedTuple):
 
 
 class BothWays(NamedTuple):
-    """A matrix with tokens as rows, quantised along its columns and along its tokens. Tokens are padded with zeros."""
+    """A matrix with tokens as rows, with one scale per row or column of a block. Tokens are padded with zeros."""
 
     rows: Codes  # [N', C]
     columns: Codes  # of the transposed matrix, [C, N']
@@ -156,7 +157,7 @@ def product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def token_codes(x_NI: Tensor) -> Codes:
     """The codes of rows that are multiplied by a weight, padded to a multiple of 4 rows."""
-    codes_NI, scales_NB = quantise(pad(x_NI, (0, 0, 0, -x_NI.shape[0] % 4)), 1)
+    codes_NI, scales_NB = quantise(_padded(x_NI, 4), 1)
     return Codes(codes_NI, _by_column(scales_NB))
 
 
@@ -185,23 +186,31 @@ def both_ways(x_NC: Tensor) -> BothWays:
     if _one_pass(x_NC):
         from rollmill.models.kernels import fp8_backward_triton
 
-        rows, columns = fp8_backward_triton.both_ways(x_NC)
-        assert rows is not None
+        rows, columns = fp8_backward_triton.both_ways(x_NC, padded_tokens(len(x_NC)))
         return BothWays(Codes(*rows), Codes(*columns), len(x_NC))
-    padded = pad(x_NC, (0, 0, 0, -len(x_NC) % BLOCK))
-    codes, scales = quantise(padded, 1)
-    return BothWays(Codes(codes, _by_column(scales)), along_tokens(x_NC), len(x_NC))
+    padded = _padded(x_NC, TOKENS)
+    rows, columns = (quantise(each.contiguous(), 1) for each in (padded, padded.t()))
+    return BothWays(*(Codes(codes, _by_column(scales)) for codes, scales in (rows, columns)), len(x_NC))
 
 
 def along_tokens(x_NC: Tensor) -> Codes:
-    """The codes of the transposed matrix, with one scale per column and 128 tokens. C is a multiple of 128."""
+    """The codes of the transposed matrix, in blocks of 128 tokens and 128 columns. C is a multiple of 128."""
     x_NC = x_NC.contiguous()
     if _one_pass(x_NC):
         from rollmill.models.kernels import fp8_backward_triton
 
-        return Codes(*fp8_backward_triton.both_ways(x_NC, rows=False)[1])
-    codes, scales = quantise(pad(x_NC, (0, 0, 0, -len(x_NC) % BLOCK)).t().contiguous(), 1)
-    return Codes(codes, _by_column(scales))
+        return Codes(*fp8_backward_triton.along_tokens(x_NC, padded_tokens(len(x_NC))))
+    codes, scales = quantise(_padded(x_NC, TOKENS).t().contiguous(), BLOCK)
+    return Codes(codes, scales)
+
+
+def padded_tokens(tokens: int) -> int:
+    return -(-tokens // TOKENS) * TOKENS
+
+
+def _padded(x_NC: Tensor, multiple: int) -> Tensor:
+    more = -len(x_NC) % multiple
+    return pad(x_NC, (0, 0, 0, more)) if more else x_NC  # pad would copy
 
 
 def _by_column(scales: Tensor) -> Tensor:

@@ -221,7 +221,8 @@ def _swiglu_backward(gate_up: Tensor, down: OutputGradient) -> tuple[Tensor | fp
     if down.in_codes:
         from rollmill.models.kernels import fp8_backward_triton
 
-        rows, columns, inner = fp8_backward_triton.swiglu_backward(gate_up, down.of_input())
+        padded = fp8.padded_tokens(len(gate_up))
+        rows, columns, inner = fp8_backward_triton.swiglu_backward(gate_up, down.of_input(), padded)
         return fp8.BothWays(fp8.Codes(*rows), fp8.Codes(*columns), len(gate_up)), fp8.Codes(*inner)
     from rollmill.models.kernels.fused_triton import swiglu_backward
 

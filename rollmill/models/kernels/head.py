@@ -73,13 +73,20 @@ def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None,
     return logits_MV if temperatures_M is None else logits_MV.div_(temperatures_M[:, None])
 
 
+def _adds_to_fp32(x: Tensor) -> bool:
+    """Whether a product of bf16 numbers can be added to an FP32 sum."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 class _Gradients:
     """Sums the gradients of all chunks."""
 
     def __init__(self, hidden_MW: Tensor, weight_VW: Tensor) -> None:
         self._hidden, self._weight = hidden_MW, weight_VW
         self.hidden = torch.empty_like(hidden_MW)
-        self.sum = torch.zeros(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
+        self._overwrites = _adds_to_fp32(hidden_MW) and len(hidden_MW) > 0  # the first chunk: nothing is added to it
+        empty = torch.empty if self._overwrites else torch.zeros
+        self.sum = empty(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
 
     def add_all(self, fill: Callable[[slice, Tensor], None]) -> None:
         """`fill(rows, grad)` writes the gradient of the logits of these rows."""
@@ -102,8 +109,10 @@ class _Gradients:
         self._add_weight(grad_MV, self._hidden[chunk])
 
     def _add_weight(self, grad_MV: Tensor, hidden_MW: Tensor) -> None:
-        if grad_MV.is_cuda and grad_MV.dtype == torch.bfloat16:
-            torch.ops.aten.addmm.dtype_out(self.sum, grad_MV.t(), hidden_MW, torch.float32, out=self.sum)
+        if _adds_to_fp32(grad_MV):
+            kept = 0.0 if self._overwrites else 1.0
+            self._overwrites = False
+            torch.ops.aten.addmm.dtype_out(self.sum, grad_MV.t(), hidden_MW, torch.float32, beta=kept, out=self.sum)
         else:
             self.sum.addmm_(grad_MV.t().float(), hidden_MW.float())
 
@@ -176,7 +185,13 @@ class _NextToken(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, sum_VW = ctx.saved_tensors
         # scaled and rounded in one pass; nothing else holds the gradient of hidden, so it is scaled in place
-        grad_weight = torch.mul(sum_VW, grad, out=torch.empty_like(sum_VW, dtype=ctx.dtype))
+        grad_weight = torch.empty_like(sum_VW, dtype=ctx.dtype)
+        if has_triton(sum_VW.device):
+            from rollmill.models.kernels.head_triton import scale_into
+
+            scale_into(sum_VW, grad, grad_weight)
+        else:
+            torch.mul(sum_VW, grad, out=grad_weight)
         return grad_hidden.mul_(grad), grad_weight, None, None
 
 

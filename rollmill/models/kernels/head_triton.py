@@ -129,3 +129,15 @@ def next_token_slopes(
     programs = min(rows, multiprocessors(logits_MV.device))
     weights_M = weights_M.float().contiguous()
     _next_token[(programs,)](logits_MV, targets_M, weights_M, logprobs_M, out_MV, rows, vocabulary, **_TWICE)
+
+
+@triton.jit
+def _scale_into(x_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, at < size, 0.0) * tl.load(scale_ptr).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), at < size)
+
+
+def scale_into(x: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Writes x · scale into `out`, rounded to its type. Torch's pass takes three times as long if types differ."""
+    _scale_into[(triton.cdiv(x.numel(), _BLOCK),)](x, scale, out, x.numel(), BLOCK=_BLOCK, num_warps=8)
