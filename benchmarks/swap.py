@@ -2,28 +2,31 @@
 
     python -m benchmarks.swap [--quick]
 
-A trainer's versions are published to a store in a directory as deltas, and a follower brings them to an engine that is
-decoding. For comparison the same engine gets each version as a whole (a full reload) instead of as patches. The update
-is SYNTHETIC: 1.2 % of the elements change by one unit in the last place. Without CUDA the model is small.
+A process of its own exports and publishes versions to a store in a directory, as a trainer does, and a follower brings
+them to an engine that is decoding, on the same device. For comparison the same engine gets each version as a whole (a
+full reload) instead of as patches. The update is SYNTHETIC: 1.2 % of the elements change by one unit in the last place.
+Without CUDA the model is small.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.output import at_most, finish
-from benchmarks.train_step_shapes import SMOLLM2
+from benchmarks.train_step_shapes import SMOLLM2, draw_
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
@@ -31,17 +34,15 @@ from rollmill.inference.follower import EngineFollower
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
-from rollmill.models.host import to_host
 from rollmill.storage.objects import Objects
+from rollmill.training.config import TrainingConfig
+from rollmill.training.whole import WHOLE
 from rollmill.types import Sampling, Version
-from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.follower import Follower, Update
 from rollmill.weights.reading.store import WeightStore
-from rollmill.weights.writing.publisher import Publisher
 
 DENSITY, BATCH = 0.012, 16
 SMALL = SMOLLM2 | {"vocab_size": 8192, "layers": 6, "width": 256, "heads": 4, "kv_heads": 2, "mlp_width": 704}
-Tensors = Mapping[str, HostTensor]
 
 
 class Recording:
@@ -70,27 +71,57 @@ class Recording:
         self._source.close()
 
 
+def train(directory: Path, config: ModelConfig, device: Device, orders: Connection) -> None:
+    """A trainer that makes the version it is asked for, and answers with seconds: when the step had ended, when its
+    weights were exported (the next step may begin), and when they were published."""
+    with torch.device(device):
+        model = Decoder(config, torch.bfloat16)
+    draw_(model, 1)
+    store = WeightStore(Objects.open(directory))
+    publisher = WHOLE.publisher(model, store, "main", "bf16", TrainingConfig(snapshot_every=1000))
+    while (number := orders.recv()) is not None:
+        _change(model, number)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ended = time.perf_counter()
+        exported = publisher.export(model)
+        moved = time.perf_counter()
+        publisher.publish(number, exported, Version("main", number - 1) if number else None, {})
+        orders.send((ended, moved, time.perf_counter()))
+
+
+@contextmanager
+def _trainer(directory: Path, config: ModelConfig, device: Device) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    process = context.Process(target=train, args=(directory, config, device, theirs), daemon=True)
+    process.start()
+    theirs.close()  # if the process ends, so does `recv`
+    try:
+        yield orders
+    finally:
+        orders.send(None)
+        process.join(10)
+        process.kill()
+
+
 async def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     model = ModelConfig.model_validate(SMALL if device == "cpu" else SMOLLM2)
     versions = 4 if quick else 12
-    with tempfile.TemporaryDirectory() as directory:
-        store = WeightStore(Objects.open(Path(directory)))
-        publisher = Publisher(store, "main", snapshot_every=1000)
-        tensors = _first(model)
-        publisher.publish(0, tensors, None)
+    with tempfile.TemporaryDirectory() as directory, _trainer(Path(directory), model, device) as orders:
+        _ordered(orders, 0)
         config = EngineConfig(max_batch=BATCH, cache_tokens=BATCH * model.max_context, poll_seconds=0.01)
-        source = Recording(Follower(store, "main"))
+        source = Recording(Follower(WeightStore(Objects.open(Path(directory))), "main"))
         async with EmbeddedEngine(model, config, device=device) as engine:
             follower = asyncio.create_task(EngineFollower(engine, source, config.poll_seconds).run())
             load = [asyncio.create_task(_decode_always(engine, number)) for number in range(BATCH - 1)]
             try:
-                figures: dict[str, float] = {"model_bytes": sum(each.data.nbytes for each in tensors.values())}
+                figures: dict[str, float] = {}
                 number = 1
                 for whole in (False, True):
                     source.whole, ways = whole, []
                     for _ in range(versions):
-                        tensors = _changed(tensors, number)
-                        ways.append(await _swap(engine, publisher, number, tensors))
+                        ways.append(await _swap(engine, orders, number))
                         number += 1
                     figures |= _figures("reload" if whole else "delta", ways[1:])  # the first warms up
             finally:
@@ -103,15 +134,21 @@ async def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[s
     return figures, bars
 
 
-async def _swap(engine: EmbeddedEngine, publisher: Publisher, number: int, tensors: Tensors) -> tuple[float, ...]:
-    """Seconds: the pause; publishing; from its begin, and from its end, to the first token of the version."""
+def _ordered(orders: Connection, number: int) -> tuple[float, float, float]:
+    orders.send(number)
+    times: tuple[float, float, float] = orders.recv()
+    return times
+
+
+async def _swap(engine: EmbeddedEngine, orders: Connection, number: int) -> tuple[float, ...]:
+    """Seconds: the pause; exporting; publishing; from the step's end, and from publishing, to the version's first
+    token."""
     before = engine.histograms["pause_seconds"].sum
-    begun = time.perf_counter()
     waiting = asyncio.create_task(_first_token_at(engine, number))
-    await asyncio.to_thread(publisher.publish, number, tensors, Version("main", number - 1))
-    published = time.perf_counter()
+    ended, exported, published = await asyncio.to_thread(_ordered, orders, number)
     first = await waiting
-    return engine.histograms["pause_seconds"].sum - before, published - begun, first - begun, first - published
+    pause = engine.histograms["pause_seconds"].sum - before
+    return pause, exported - ended, published - exported, first - ended, first - published
 
 
 async def _first_token_at(engine: EmbeddedEngine, number: int) -> float:
@@ -130,30 +167,26 @@ async def _decode_always(engine: EmbeddedEngine, number: int) -> None:
 
 
 def _figures(name: str, ways: list[tuple[float, ...]]) -> dict[str, float]:
-    pause, publish, begun, published = (statistics.median(column) for column in zip(*ways, strict=True))
+    pause, export, publish, ended, published = (statistics.median(column) for column in zip(*ways, strict=True))
     return {
         f"{name}_pause_ms": pause * 1e3,
         f"{name}_pause_ms_most": max(way[0] for way in ways) * 1e3,
+        f"{name}_export_s": export,
         f"{name}_publish_s": publish,
-        f"{name}_first_token_s": begun,
+        f"{name}_first_token_s": ended,
+        f"{name}_first_token_s_most": max(way[3] for way in ways),
         f"{name}_first_token_after_publishing_s": published,
     }
 
 
-def _first(model: ModelConfig) -> Tensors:
-    decoder = Decoder(model)
-    decoder.initialise(1)
-    return to_host(decoder.state_dict())
-
-
-def _changed(tensors: Tensors, number: int) -> Tensors:
-    random = np.random.default_rng(number)
-    changed = {}
-    for name, tensor in tensors.items():
-        bits = tensor.data.copy().view(np.uint16)
-        bits[random.integers(0, bits.size, max(1, int(bits.size * DENSITY)))] ^= 1
-        changed[name] = HostTensor(tensor.dtype, tensor.shape, bits.view(np.uint8))
-    return changed
+@torch.no_grad()
+def _change(model: Decoder, number: int) -> None:
+    generator = torch.Generator(model.embedding.device).manual_seed(number)
+    for parameter in model.parameters():
+        bits = parameter.view(-1).view(torch.int16)
+        count = max(1, int(bits.numel() * DENSITY))
+        places = torch.randint(bits.numel(), (count,), generator=generator, device=bits.device)
+        bits[places] = bits[places] ^ 1
 
 
 def main() -> None:
