@@ -141,12 +141,7 @@ class Trainer(Generic[Batch]):
             if self._saved < 0:
                 with self._explained("the model with its optimizer"):
                     self._start()
-            while self.step < until and not any(self._placement.gather(self._stop.is_set())):
-                batch = self._next_batch()
-                if batch is None:
-                    break
-                with self._explained(f"step {self.step + 1}", batch.microbatches):
-                    self._run_step(batch)
+            self._run_steps(until)
             self._settle()
             if self.step == until and self.step not in self._published:
                 self._publish()
@@ -155,6 +150,19 @@ class Trainer(Generic[Batch]):
             if self.step >= until and self._placement.first:
                 self._leases.release(self.line)  # no step runs again: `weights gc` may collect at once
         return Version(self.line, max(self._published.values()))
+
+    def _run_steps(self, until: int) -> None:
+        failed = True
+        try:
+            while self.step < until and not any(self._placement.gather(self._stop.is_set())):
+                batch = self._next_batch()
+                if batch is None:
+                    break
+                with self._explained(f"step {self.step + 1}", batch.microbatches):
+                    self._run_step(batch)
+            failed = False
+        finally:
+            self._objective.finish(failed=failed)
 
     def _next_batch(self) -> Batch | None:
         batch = None

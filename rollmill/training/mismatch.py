@@ -12,7 +12,9 @@ without gradients, under the weights that sampled them (P prompt, A sampled, T t
     left out                  A                 version 4 on keys that version 3 wrote: no weights give this log-prob
 
 Nothing here changes the weights, the optimizer, a random state or the ledger: a run has the same digests with and
-without these figures. The measurement comes after the step is committed, so that no engine waits for it.
+without these figures. A measurement must not delay the next step: a step is reported, and measured, when the trainer
+waits for groups. If groups are ready at once, the step is reported without figures, but at least one step in EVERY is
+measured. Several ranks measure at once, all together.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +31,7 @@ from rollmill import telemetry
 from rollmill.errors import StorageError, WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch, PackedSequence, TokenRule, pack, segment_sequence
+from rollmill.training.diagnostics import mismatch_figures
 from rollmill.training.placement import Placement
 from rollmill.training.replay import replay_of
 from rollmill.training.twin import Twin
@@ -39,8 +43,11 @@ from rollmill.weights.reading.store import WeightStore
 MOST_TRAJECTORIES = 6
 ONE_IN = 10
 
+EVERY = 10  # steps
+
 MIXED = "attended to keys and values of other weights, or may have"
 UNAVAILABLE = "the weights that sampled it are not available"
+BUSY = "the next step was ready"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,3 +212,38 @@ class MismatchMeter:
             replay = replay_of(part) if self._router_replay else None
             found.append(twin.logprobs(part, replay).cpu().numpy() - part.facts.logprobs)
         return found
+
+
+class _Held(NamedTuple):
+    step: int
+    sample: Sample
+    emit: Callable[[dict[str, Any]], None]
+
+
+class HeldReport:
+    """The report of the newest step, held back until there is time to measure."""
+
+    def __init__(self, meter: MismatchMeter) -> None:
+        self._meter = meter
+        self._held: _Held | None = None
+        self._unmeasured = 0  # steps since the last measurement
+
+    def hold(self, step: int, sample: Sample, emit: Callable[[dict[str, Any]], None]) -> None:
+        """`emit` gets the mismatch figures of the step."""
+        self.release(idle=False)
+        self._held = _Held(step, sample, emit)
+
+    def release(self, *, idle: bool) -> None:
+        """Emit the report, if one is held. `idle`: nothing waits for the trainer, so mismatch is measured."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        self._unmeasured += 1
+        deltas, left_out = np.empty(0, np.float32), held.sample.left_out.copy()
+        if idle or self._unmeasured >= EVERY:
+            with telemetry.busy("measure"):
+                deltas, left_out = self._meter.measure(held.step, held.sample)
+            self._unmeasured = 0
+        else:
+            left_out[BUSY] += sum(probe.tokens for probe in held.sample.probes)
+        held.emit(mismatch_figures(deltas, left_out))

@@ -85,5 +85,9 @@ class Objective(Protocol[Batch]):
         ...
 
     def report(self, batch: Batch, outcome: StepOutcome) -> None:
-        """Measure and emit. Collective."""
+        """Measure and emit. What takes time may be put off until the next batch is waited for. Collective."""
+        ...
+
+    def finish(self, *, failed: bool) -> None:
+        """No further step follows in this `run`: emit what was put off. `failed`: by an error. Collective."""
         ...

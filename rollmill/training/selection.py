@@ -124,3 +124,9 @@ def _nothing_left(masked: Counter[str], rule: TokenRule) -> tuple[LedgerState, s
         return LedgerState.stale, f"every token was sampled more than {rule.max_staleness} versions before {rule.base}"
     reasons = ", ".join(reason for reason, count in masked.most_common() if count)
     return LedgerState.dropped, f"no token to train on: {reasons or 'none was sampled'}"
+
+
+def comparable(members: Sequence[Sequence[TrajectoryRow]], *, by_family: bool) -> dict[str, int]:
+    """trajectory id → an index that it shares with those it is compared with: of its group, or of its family."""
+    families = {name: index for index, name in enumerate({row.family: None for rows in members for row in rows})}
+    return {row.id: families[row.family] if by_family else index for index, rows in enumerate(members) for row in rows}

@@ -15,9 +15,12 @@ from rollmill.models.host import to_host
 from rollmill.training.batching import TokenRule
 from rollmill.training.lineage import Lineage
 from rollmill.training.mismatch import (
+    BUSY,
+    EVERY,
     MIXED,
     MOST_TRAJECTORIES,
     UNAVAILABLE,
+    HeldReport,
     MismatchMeter,
     Sample,
     ServedWeights,
@@ -197,3 +200,20 @@ def test_measuring_does_not_change_the_weights(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(MismatchMeter, "measure", lambda *_: (np.empty(0, np.float32), Counter()))
     monkeypatch.setattr(ServedWeights, "remember", lambda *_: None)
     assert trained_chain(tmp_path / "unmeasured") == measured
+
+
+def test_a_report_waits_until_there_is_time_to_measure(trained: World) -> None:
+    held, emitted = HeldReport(meter(trained)), list[dict[str, Any]]()
+    sample = choose_sample(0, [[two_versions(trained)]], RULE)
+    tokens = sum(probe.tokens for probe in sample.probes)
+    held.hold(1, sample, emitted.append)
+    assert not emitted
+    held.release(idle=True)
+    held.release(idle=True)  # there is no second one
+    assert [each["mismatch_tokens"] for each in emitted] == [tokens]
+    for number in range(EVERY + 1):  # groups are always ready: each step ends the wait of the one before
+        held.hold(number, sample, emitted.append)
+    held.release(idle=False)
+    measured = [each["mismatch_tokens"] > 0 for each in emitted[1:]]
+    assert measured == [False] * (EVERY - 1) + [True, False]
+    assert emitted[1]["mismatch_left_out"][BUSY] == tokens and emitted[1]["mismatch_k3"] is None

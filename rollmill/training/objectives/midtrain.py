@@ -202,6 +202,8 @@ class MidtrainObjective:
     def commit(self, number: int, version: Version, digest: str) -> None:
         """Nothing to do: documents are not consumed."""
 
+    def finish(self, *, failed: bool) -> None: ...
+
     def report(self, batch: DocumentBatch, outcome: StepOutcome) -> None:
         telemetry.emit(
             "document_step",

@@ -4,8 +4,9 @@ A step takes groups by earliest deadline (training/deadlines.py), decides about 
 (training/selection.py), writes its record to the run's ledger, and only then trains. A record that exists already was
 left by a killed trainer: the step runs again from the same payloads, in the same order.
 
-One forward pass gives the loss and its figures. After the commit, a few trajectories are recomputed under the versions
-that sampled them, to see whether trainer and engine agree (training/mismatch.py).
+One forward pass gives the loss and its figures. While the trainer waits for groups, a few trajectories of the step
+before are recomputed under the versions that sampled them, to see whether trainer and engine agree
+(training/mismatch.py).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from rollmill.training.baseline import make_baseline
 from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRule, pack
 from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
-from rollmill.training.diagnostics import TokenMeasures, distance, finite, mismatch_figures, token_figures, warnings
+from rollmill.training.diagnostics import TokenMeasures, distance, finite, token_figures, warnings
 from rollmill.training.hints import HintedTurns
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
-from rollmill.training.mismatch import MismatchMeter, Sample, ServedWeights, choose_sample
+from rollmill.training.mismatch import HeldReport, MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome, leave_on_model
 from rollmill.training.placement import Placement, Recomputed
 from rollmill.training.reference import Reference
@@ -42,6 +43,7 @@ from rollmill.training.replay import RouterMeasures, replay_of
 from rollmill.training.selection import (
     Contents,
     Excluded,
+    comparable,
     exclude_unusable,
     read_segments,
     segment_sequences,
@@ -115,6 +117,7 @@ class RLObjective:
         # tokens are at most max_staleness versions older than the one trained from; the next version is there too
         served = ServedWeights(weights, keep=pace.max_staleness + 2)
         self._mismatch = MismatchMeter(served, budget=tokens_per_microbatch, router_replay=config.router_replay)
+        self._held, self._ranks = HeldReport(self._mismatch), 1
         self._baseline = make_baseline(config, ledger)
         self._with_signal: set[str] = set()  # waiting groups whose rewards were looked at
         self._reference = Reference(config.reference, weights) if config.reference else None
@@ -136,6 +139,7 @@ class RLObjective:
                 groups = self._wait_for_groups(search, stopping)
             if groups is None:
                 return None
+            self._held.release(idle=False)
             due_seconds, wait_seconds = search.seconds_since(search.due_since), search.seconds_since(search.started_at)
             chosen = self._write_step(search, lr, groups, rule)
             if chosen is not None:
@@ -161,6 +165,7 @@ class RLObjective:
             if choice.due and search.due_since is None:
                 search.due_since = time.time()
                 telemetry.emit("due", step=search.number, groups=choice.due)
+            self._held.release(idle=True)
             time.sleep(POLL_S)
         return None
 
@@ -244,7 +249,7 @@ class RLObjective:
             trained.append(content)
         members = [self._ledger.entered(group) for group in (*record.groups, *closed)]
         graded = [row for rows in members for row in rows if row.state == TrajectoryState.graded]
-        group_of = _comparable(members, by_family=self._config.baseline in ALONE)
+        group_of = comparable(members, by_family=self._config.baseline in ALONE)
         return RolloutBatch(
             record=record,
             microbatches=pack(sequences, self._budget),
@@ -290,6 +295,7 @@ class RLObjective:
         placement: Placement = WHOLE,
     ) -> dict[str, Any]:
         self._mismatch.compute_like(placement, model)
+        self._ranks = placement.ranks
         parts = batch.microbatches
         references = [self._reference.logprobs(placement, model, part) if self._reference else None for part in parts]
         sizes_T = _sizes(parts)
@@ -373,9 +379,15 @@ class RLObjective:
         self._ledger.commit_step(number, version, digest)
 
     def report(self, batch: RolloutBatch, outcome: StepOutcome) -> None:
+        self._held.hold(outcome.number, batch.sample, lambda mismatch: self._emit(batch, outcome, mismatch))
+        if self._ranks > 1:  # measuring is collective, and ranks do not wait for groups together
+            self._held.release(idle=True)
+
+    def finish(self, *, failed: bool) -> None:
+        self._held.release(idle=not failed)
+
+    def _emit(self, batch: RolloutBatch, outcome: StepOutcome, mismatch: Mapping[str, Any]) -> None:
         rewards = batch.rewards
-        with telemetry.busy("measure"):
-            mismatch = mismatch_figures(*self._mismatch.measure(outcome.number, batch.sample))
         figures = {
             **outcome.figures,
             **mismatch,
@@ -399,12 +411,6 @@ class RLObjective:
         telemetry.emit("step", step=outcome.number, steps=outcome.steps, version=outcome.number, **figures)
         for text in warnings(figures, exact=self._mismatch.exact):
             telemetry.emit("warning", step=outcome.number, text=text)
-
-
-def _comparable(members: Sequence[Sequence[TrajectoryRow]], *, by_family: bool) -> dict[str, int]:
-    """trajectory id → an index that it shares with those it is compared with: of its group, or of its family."""
-    families = {name: index for index, name in enumerate({row.family: None for rows in members for row in rows})}
-    return {row.id: families[row.family] if by_family else index for index, rows in enumerate(members) for row in rows}
 
 
 @dataclass(frozen=True)
