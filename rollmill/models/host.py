@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -113,7 +112,7 @@ class HostFacts:
             return cls({entry.name: entry for entry in describe(tensors)}, audits)
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "host-facts") as pool:
             entries = {name: pool.submit(describe, {name: tensor}) for name, tensor in tensors.items()}
-            parts = {name: [pool.submit(*part) for part in _audit_parts(tensor)] for name, tensor in tensors.items()}
+            parts = {name: [pool.submit(part) for part in _audit_parts(tensor)] for name, tensor in tensors.items()}
             audits = {name: sum(part.result() for part in each) % 2**64 for name, each in parts.items()}
             return cls({name: entry.result()[0] for name, entry in entries.items()}, audits)
 
@@ -127,11 +126,11 @@ class HostFacts:
         return root_digest(tuple(self.entries[name] for name in sorted(self.entries)))
 
 
-def _audit_parts(tensor: HostTensor) -> Iterator[tuple[Callable[..., int], np.ndarray, int, int]]:
+def _audit_parts(tensor: HostTensor) -> Iterator[Callable[[], int]]:
     """Calls whose results add up to the tensor's audit."""
     for first in range(0, max(tensor.elements, 1), _PIECE):
         part = tensor.data[first * tensor.width : (first + _PIECE) * tensor.width]
-        yield partial(audit_host, compiled=True), part, tensor.width, first
+        yield partial(audit_host, part, tensor.width, first, compiled=True)
 
 
 @torch.no_grad()

@@ -47,28 +47,13 @@ def test_one_pass_gives_the_codes_along_both_dimensions(tokens: int) -> None:
     found = fp8.both_ways(x.to(DEVICE))
     assert same_codes(found.rows, plain.rows) and same_codes(found.columns, plain.columns)
     assert same_codes(fp8.along_tokens(x.to(DEVICE)), columns)
-    assert found.rows.codes.shape == (512, 256) and found.tokens == tokens
+    assert found.rows.codes.shape == (512, 256)
     assert same_codes(fp8.transposed(draw(256, 384).bfloat16().to(DEVICE)), _transposed(draw(256, 384).bfloat16()))
 
 
 def _transposed(weight: Tensor) -> fp8.Codes:
     with without_kernels():
         return fp8.transposed(weight)
-
-
-@pytest.mark.kernels
-def test_swiglu_writes_the_codes_that_separate_passes_would_make() -> None:
-    from rollmill.models.kernels import fp8_backward_triton, fused_triton
-
-    gate_up, grad = uneven(130, 512).to(DEVICE), uneven(130, 256, seed=5).to(DEVICE)
-    slope, inner, _ = fused_triton.swiglu_backward(gate_up, grad)
-    with without_kernels():
-        plain, plain_inner = fp8.both_ways(slope.cpu()), fp8.along_tokens(inner.cpu())
-    rows, columns, codes = (fp8.Codes(*each) for each in fp8_backward_triton.swiglu_backward(gate_up, grad, 512))
-    for mine, theirs in ((rows, plain.rows), (columns, plain.columns), (codes, plain_inner)):
-        # the compiler may join a product and a sum, so that a number rounds differently: rarely, by one step
-        different = (mine.values().cpu() != theirs.values()).double().mean()
-        assert error(mine.values(), theirs.values()) < 1e-2 and different < 1e-2
 
 
 def test_gradients_are_near_and_the_result_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,4 +112,4 @@ def test_the_hardware_agrees_with_the_emulated_gradients(shape: tuple[int, int, 
 def test_shapes_that_do_not_fit_are_differentiated_in_bf16() -> None:
     grad, weight = (torch.zeros(size, dtype=torch.bfloat16, device=DEVICE) for size in ((2048, 640), (640, 512)))
     assert not fp8.differentiates(grad, weight)
-    assert not OutputGradient(grad, weight, "fp8").in_codes
+    assert OutputGradient(grad, weight, "fp8").codes is None

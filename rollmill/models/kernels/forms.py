@@ -70,28 +70,22 @@ def add_product_(
 class OutputGradient:
     """The gradient of a product's output, from which the gradients of its factors are computed."""
 
-    def __init__(self, grad_NO: Tensor | fp8.BothWays, weight_OI: Tensor, form: str) -> None:
-        """In FP8 if `grad` is codes already, or if this product is differentiated in FP8."""
-        if isinstance(grad_NO, Tensor) and form == "fp8" and fp8.differentiates(grad_NO, weight_OI):
-            grad_NO = fp8.both_ways(grad_NO)
+    def __init__(self, grad_NO: Tensor, weight_OI: Tensor, form: str) -> None:
         self._grad, self._weight = grad_NO, weight_OI
-
-    @property
-    def in_codes(self) -> bool:
-        return isinstance(self._grad, fp8.BothWays)
+        in_fp8 = form == "fp8" and fp8.differentiates(grad_NO, weight_OI)
+        self.codes = fp8.both_ways(grad_NO) if in_fp8 else None  # None: in the type of the weight
 
     def of_input(self) -> Tensor:
         """dY · W."""
-        if isinstance(self._grad, fp8.BothWays):
-            return fp8.multiply(self._grad.rows, fp8.transposed(self._weight))[: self._grad.tokens]
-        return self._grad @ self._weight
+        if self.codes is None:
+            return self._grad @ self._weight
+        return fp8.multiply(self.codes.rows, fp8.transposed(self._weight))[: len(self._grad)]
 
-    def of_weight(self, x_NI: Tensor | fp8.Codes) -> Tensor:
-        """dYᵀ · X. `x` may be codes along its tokens if the gradient is in codes."""
-        if isinstance(self._grad, fp8.BothWays):
-            return fp8.multiply(self._grad.columns, fp8.along_tokens(x_NI) if isinstance(x_NI, Tensor) else x_NI)
-        assert isinstance(x_NI, Tensor)
-        return self._grad.t() @ x_NI
+    def of_weight(self, x_NI: Tensor) -> Tensor:
+        """dYᵀ · X."""
+        if self.codes is None:
+            return self._grad.t() @ x_NI
+        return fp8.multiply(self.codes.columns, fp8.along_tokens(x_NI))
 
 
 class _Linear(Function):

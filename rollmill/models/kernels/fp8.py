@@ -133,7 +133,6 @@ class BothWays(NamedTuple):
 
     rows: Codes  # [N', C]
     columns: Codes  # of the transposed matrix, [C, N']
-    tokens: int  # N
 
 
 def multiplies(x_NI: Tensor, weight_OI: Tensor) -> bool:
@@ -187,10 +186,9 @@ def both_ways(x_NC: Tensor) -> BothWays:
         from rollmill.models.kernels import fp8_backward_triton
 
         rows, columns = fp8_backward_triton.both_ways(x_NC, padded_tokens(len(x_NC)))
-        return BothWays(Codes(*rows), Codes(*columns), len(x_NC))
+        return BothWays(Codes(*rows), Codes(*columns))
     padded = _padded(x_NC, TOKENS)
-    rows, columns = (quantise(each.contiguous(), 1) for each in (padded, padded.t()))
-    return BothWays(*(Codes(codes, _by_column(scales)) for codes, scales in (rows, columns)), len(x_NC))
+    return BothWays(token_codes(padded), token_codes(padded.t().contiguous()))
 
 
 def along_tokens(x_NC: Tensor) -> Codes:

@@ -163,6 +163,7 @@ class _AddMLP(Function):
         y_NW = add_product_(copy_NW, attended, mlp.output, mlp.output_bias, form, exact)
         out_NW = y_NW if remakes else y_NW.new_empty(y_NW.shape)
         normal_NW, scale_N = norm_forward(y_NW, mlp.norm, eps, None if remakes else out_NW)
+        inner: Tensor | fp8.Codes
         if remakes:
             from rollmill.models.kernels.swiglu_triton import swiglu_product
 
@@ -178,7 +179,7 @@ class _AddMLP(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
-        from rollmill.models.kernels.fused_triton import norm_backward, norm_forward
+        from rollmill.models.kernels.fused_triton import norm_backward, norm_forward, swiglu_backward
 
         y_NW, attended, scale_N, gate_up, *weights = ctx.saved_tensors
         mlp, normal_NW = DenseMLP(*weights), None
@@ -190,7 +191,7 @@ class _AddMLP(Function):
             normal_NW, _ = norm_forward(y_NW, mlp.norm, ctx.eps)
             slope, inner = swiglu_product_backward(normal_NW, mlp.gate_up, down.of_input(), ctx.form)
         else:
-            slope, inner = _swiglu_backward(gate_up, down)
+            slope, inner, _ = swiglu_backward(gate_up, down.of_input())
         grad_down, joined = down.of_weight(inner), OutputGradient(slope, mlp.gate_up, ctx.form)
         del inner, slope, down
         grad_normal, kept = joined.of_input(), normal_NW is not None
@@ -214,19 +215,6 @@ def _swiglu(gate_up: Tensor, down: Tensor, form: str, exact: bool) -> Tensor | f
     from rollmill.models.kernels.fused_triton import swiglu_forward
 
     return swiglu_forward(gate_up)
-
-
-def _swiglu_backward(gate_up: Tensor, down: OutputGradient) -> tuple[Tensor | fp8.BothWays, Tensor | fp8.Codes]:
-    """The gradient of gate_up, and SwiGLU's output: as codes if the next products take codes."""
-    if down.in_codes:
-        from rollmill.models.kernels import fp8_backward_triton
-
-        padded = fp8.padded_tokens(len(gate_up))
-        rows, columns, inner = fp8_backward_triton.swiglu_backward(gate_up, down.of_input(), padded)
-        return fp8.BothWays(fp8.Codes(*rows), fp8.Codes(*columns), len(gate_up)), fp8.Codes(*inner)
-    from rollmill.models.kernels.fused_triton import swiglu_backward
-
-    return swiglu_backward(gate_up, down.of_input())[:2]
 
 
 def add_mlp(
