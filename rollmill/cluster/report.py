@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-
+from rollmill import telemetry
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.lock import holder
 from rollmill.cluster.outbox import send_report
 from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.state import service_paths
 from rollmill.evals.report import example_trajectories, write_report
+from rollmill.evals.report.conversation import Decode
 from rollmill.evals.report.living import living_figures
+from rollmill.evals.report.loans import LOANS, LoanRecord, read_loans
 from rollmill.realtime.collect import PRODUCTION
 from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.types import Trajectory
 
 SECOND_ACT = "live"  # a run inside the run: what the demo learns from users
 ACCEPTANCE = "acceptance.json"  # what simulated users truly thought, measured before and after
@@ -29,20 +34,35 @@ def report_run(run: RunDirectory) -> Path:
     """Write `report.html` and `report.json` into the run's directory, and into its `store` if it has one."""
     objects = Objects.open(run.home_store)
     store = TrajectoryStore(open_database(run.database_url), objects)
+    living, user_conversation = _living(run)
     report = write_report(
         run.path,
         seed=run.config.seed,
         trajectories={title: store.load(id) for title, id in example_trajectories(run.path).items()},
         decode=Tokenizer.load(run.tokenizer).decode,
-        living=_living(run),
+        living=living,
+        user_conversation=user_conversation,
+        loans=loans_of(run),
     )
     if run.config.store is not None:
         send_report(objects, run.path)
     return report
 
 
-def _living(run: RunDirectory) -> dict[str, Any] | None:
-    """What users taught a run, or the run of its second act; None if there was no cycle."""
+def loans_of(run: RunDirectory) -> list[LoanRecord]:
+    """The engines that services of the run lent to its training. They call themselves SERVICE-ROLE."""
+    events, running = [], {}
+    for path in service_paths(run):
+        events += [event for event in telemetry.read_events(path / "events") if event["kind"] in LOANS]
+        for lock in (path / "locks").glob("engine-*"):
+            if by := holder(path, lock.name):
+                running[f"{path.name}-{lock.name}"] = by.since
+    return read_loans(events, running)
+
+
+def _living(run: RunDirectory) -> tuple[dict[str, Any] | None, tuple[Trajectory, Decode] | None]:
+    """What users taught a run, or the run of its second act; None if there was no cycle. And a conversation of
+    simulated users, of the usual length."""
     inside = run.path / SECOND_ACT
     for each in (run, *([RunDirectory.open(inside)] if (inside / "run.json").exists() else [])):
         engine = open_database(each.database_url)
@@ -50,8 +70,14 @@ def _living(run: RunDirectory) -> dict[str, Any] | None:
             acceptance = None
             with contextlib.suppress(OSError, ValueError):
                 acceptance = json.loads((each.path / ACCEPTANCE).read_text())
-            return living_figures(cycles, acceptance, _contexts(each, engine))
-    return None
+            store = TrajectoryStore(engine, Objects.open(each.home_store))
+            rows = _conversations(each, store)
+            shown = None
+            if rows and (acceptance or {}).get("users") == "simulated":  # what real users said is no part of a report
+                usual = sorted(rows, key=lambda row: (row.segments or 0, row.created_at))[len(rows) // 2]
+                shown = store.load(usual.id), Tokenizer.load(each.tokenizer).decode
+            return living_figures(cycles, acceptance, {**_contexts(each, rows), "second_act": each is not run}), shown
+    return None, None
 
 
 def _cycles(journal: Journal) -> list[dict[str, Any]]:
@@ -64,13 +90,13 @@ def _cycles(journal: Journal) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _contexts(run: RunDirectory, engine: sa.Engine) -> dict[str, Any]:
+def _conversations(run: RunDirectory, store: TrajectoryStore) -> list[TrajectoryRow]:
+    """Those with users that are stored."""
+    found = store.find(TrajectoryQuery(run=PRODUCTION))
+    return [row for row in found if row.provenance.get("run") == run.id and row.payload_key is not None]
+
+
+def _contexts(run: RunDirectory, rows: Sequence[TrajectoryRow]) -> dict[str, Any]:
     """How long the conversations of users were: more than one context means that they were summarised."""
-    store = TrajectoryStore(engine, Objects.open(run.home_store))
-    rows = [
-        row
-        for row in store.find(TrajectoryQuery(run=PRODUCTION))
-        if row.provenance.get("run") == run.id and row.segments is not None
-    ]
     mean = sum(row.segments or 0 for row in rows) / len(rows) if rows else None
     return {"conversations": len(rows), "contexts": mean, "window": run.config.model.max_context}

@@ -22,6 +22,7 @@ from rollmill.dashboard.source import Source
 from rollmill.dashboard.status import Channel, read_channels, read_engines, read_processes
 from rollmill.dashboard.watch import Watch
 from rollmill.evals.report.figures import figures
+from rollmill.evals.report.loans import LOANS, loans_chapter, read_loans
 from rollmill.evals.report.markup import Markup, join, tag
 from rollmill.evals.report.page import chapters, every_figure, incidents, lead, tiles
 from rollmill.realtime.journal import Move
@@ -77,7 +78,7 @@ class Live:
                 "head": overview.hero("Rollmill store", "still", source.name, note),
                 "cycle": overview.cycles(self._cycles()),
                 "runs": overview.recent(found, MOST_RECENT),
-                "regions": overview.regions([], self._channels(), []),
+                "regions": overview.regions([], self._channels(), [], {}),
             }
         )
 
@@ -87,6 +88,9 @@ class Live:
         self._undrawn |= watch.poll()
         processes = read_processes(run, watch.all("restart"))
         engines = read_engines(watch.all("apply", "engine"), processes, time.time())
+        running = {process.name: process.since for process in processes if process.since is not None}
+        loans = read_loans(watch.all(*LOANS), running)
+        lent = {loan.engine: loan.line for loan in loans if loan.until is None}
         state = self._now_and_then("state", lambda: state_of(run), 2 * FRESH_S)
         stage, queue, costs = self._work(run, state)
         if self._undrawn and time.monotonic() >= self._draw_at:
@@ -104,9 +108,10 @@ class Live:
                 "learning": drawn.pop("learning"),
                 "solving": drawn.pop("solving"),
                 "queue": overview.queue(stage, queue, engines),
+                "loans": loans_chapter(loans),
                 "processes": overview.processes(processes),
                 "costs": drawn.pop("costs"),
-                "regions": overview.regions(engines, self._channels(), self._heads(run)),
+                "regions": overview.regions(engines, self._channels(), self._heads(run), lent),
                 **drawn,
             }
         )

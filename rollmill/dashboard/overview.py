@@ -96,16 +96,16 @@ def queue(stage: str, found: Queue | None, engines: Sequence[ServingEngine]) -> 
         open_groups = found.groups.total()
         tiles = [
             tile("Groups open", f"{number(open_groups)} of {number(found.most_open)}", "as the staleness bound allows"),
-            tile("running", number(found.groups["running"]), "rollouts not finished"),
-            tile("waiting", number(found.groups["waiting"]), "ready for a step"),
-            tile("in a step", number(found.groups["leased"]), "being trained on"),
-            tile("due", number(found.due), f"must be in step {number(found.committed + 1)}"),
+            tile("Groups running", number(found.groups["running"]), "rollouts not finished"),
+            tile("Groups waiting", number(found.groups["waiting"]), "ready for a step"),
+            tile("Groups in a step", number(found.groups["leased"]), "being trained on"),
+            tile("Groups due", number(found.due), f"must be in step {number(found.committed + 1)}"),
         ]
     if any(engine.alive for engine in engines):
         asked = sum(engine.running for engine in engines), sum(engine.waiting for engine in engines)
         tiles += [
             tile("Requests running", number(asked[0]), "at the engines"),
-            tile("waiting", number(asked[1]), "at the engines"),
+            tile("Requests waiting", number(asked[1]), "at the engines"),
         ]
     entries = found.ledger if found is not None else {}
     kept = [f"{number(entries[state])} {words}" for state, words in LEDGER.items() if entries.get(state)]
@@ -191,10 +191,13 @@ def _seconds(trained: Mapping[int, float], busy: Iterable[Event]) -> tuple[dict[
     return engines, trainers
 
 
-def regions(engines: Sequence[ServingEngine], channels: Sequence[Channel], heads: Sequence[Version]) -> Markup:
+def regions(
+    engines: Sequence[ServingEngine], channels: Sequence[Channel], heads: Sequence[Version], lent: Mapping[str, str]
+) -> Markup:
+    """`lent`: engines of production that work for training now → the line."""
     rows = [
         [
-            engine.name,
+            join(engine.name, tag("small", f" lent to {lent[engine.name]}") if engine.name in lent else ""),
             engine.region,
             tag("code", engine.version),
             moment(engine.since) if engine.since is not None else "–",

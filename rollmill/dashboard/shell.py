@@ -38,5 +38,5 @@ def _bar(name: str, place: str, live: bool) -> Markup:
         tag("a", words, href=href, aria_current="page" if key == place else None)
         for key, (href, words) in PLACES.items()
     ]
-    status = tag("span", tag("i", class_="mood"), tag("span", "live"), id="pulse", role="status") if live else ""
+    status = tag("span", tag("i", class_="mood"), tag("span", "up to date"), id="pulse", role="status") if live else ""
     return tag("nav", tag("b", name), links if place else "", status, class_="bar", aria_label="Pages")

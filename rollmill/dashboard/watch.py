@@ -9,13 +9,14 @@ from typing import Any
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.state import service_paths
 from rollmill.evals.report.figures import Event, RunEvents
+from rollmill.evals.report.loans import LOANS
 from rollmill.telemetry import EventTail
 
 # A run of days writes these without end; of each, the newest are kept. All other kinds are rare.
 MOST = {"busy": 20_000, "engine": 20_000, "rollout": 200_000, "eval_progress": 1000, "closed": 20_000, "arrive": 20_000}
 _OF_ROLLOUT = ("at", "process", "kind", "trajectory", "split", "state", "turns", "tool_calls", "bad_tool_calls")
 _KEPT = {"rollout": frozenset((*_OF_ROLLOUT, "tokens", "seconds"))}  # the fields that figures are made of
-_OF_SERVICES = ("apply", "engine", "restart")
+_OF_SERVICES = ("apply", "engine", "restart", *LOANS)
 
 
 class Watch:
@@ -26,7 +27,7 @@ class Watch:
         self._own = EventTail(run.events)
         self._services: dict[str, EventTail] = {}
         self._kept: defaultdict[str, deque[Event]] = defaultdict(deque)
-        self._of_services: deque[Event] = deque(maxlen=MOST["engine"])
+        self._of_services: defaultdict[str, deque[Event]] = defaultdict(lambda: deque(maxlen=MOST["engine"]))
         self.forgotten = 0  # events that are no longer kept
 
     def poll(self) -> bool:
@@ -39,7 +40,7 @@ class Watch:
             for event in tail.poll():
                 if event["kind"] in _OF_SERVICES:
                     changed = True
-                    self._of_services.append(_with_service(event, path.name))
+                    self._of_services[event["kind"]].append(_with_service(event, path.name))
         return changed
 
     def _keep(self, event: Mapping[str, Any]) -> None:
@@ -60,9 +61,10 @@ class Watch:
         """Those of the run and of its services; their engines and targets are named SERVICE/NAME."""
         for kind in kinds:
             yield from self._kept[kind]
-        yield from (event for event in self._of_services if event["kind"] in kinds)
+            yield from self._of_services[kind]
 
 
 def _with_service(event: Mapping[str, Any], service: str) -> Event:
-    names = {key: f"{service}/{event[key]}" for key in ("engine", "target") if key in event}
-    return {**event, **names}
+    """An engine of a service calls itself SERVICE-NAME; here it is SERVICE/NAME, as its process."""
+    names = (key for key in ("engine", "target") if key in event)
+    return {**event, **{key: f"{service}/{str(event[key]).removeprefix(f'{service}-')}" for key in names}}

@@ -309,6 +309,7 @@ class Gateway:
         }
         for engine in self._router.engines:
             gauges[f'engine_alive{{url="{engine.url}"}}'] = int(engine.alive)
+            gauges[f'engine_lent{{url="{engine.url}"}}'] = int(engine.lent is not None)
             gauges[f'engine_failures_total{{url="{engine.url}"}}'] = engine.failures
         others, _ = await self._workers.ask_those_alive(request, 200)
         return web.Response(text=added([self._metrics.render(gauges), *(other.decode() for other in others)]))

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from rollmill.models.device import Device
     from rollmill.weights.reading.follower import Update
 
-# What `Engine.metrics` and `histograms` return: name → meaning. Names that end in _total are counters, in _seconds
-# histograms; the others are gauges.
+# What `Engine.metrics` and `histograms` return, and what its process says about loans: name → meaning. Names that end
+# in _total are counters, in _seconds histograms; the others are gauges.
 METRICS = {
     "steps_total": "decode steps",
     "computed_tokens_total": "tokens computed, prompts included",
@@ -68,6 +68,9 @@ METRICS = {
     "first_token_seconds": "from the request to its first token",
     "between_tokens_seconds": "between two decode steps, once per sampled token",
     "pause_seconds": "a switch of weights without decoding",
+    "lent": "1 while production lends the engine to training, else 0",
+    "loans_total": "times that it was lent and served training's weights",
+    "return_seconds": "from the recall of a lent engine to its own weights",
 }
 
 

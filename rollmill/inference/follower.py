@@ -145,8 +145,7 @@ class EngineFollower:
         if loan.state == "leaving":
             self.guests.loan = None
             return
-        loan.state = "returning"
-        self.guests.turn_out()
+        self.guests.turn_out(loan)
         await self._order(source.recall)
         if self._refused is not None:
             raise EngineError(f"the engine's own weights were not applied: {self._refused}")
@@ -187,7 +186,7 @@ class EngineFollower:
             await self._obey()
             await asyncio.gather(returning, return_exceptions=True)  # `problem` says what failed
         elif loan.state == "leaving" and time.monotonic() >= loan.opens_at and not self.guests:
-            loan.state = "lent"  # first: from here on no production is let in
+            self.guests.open_loan(loan)  # first: no request of production may meet the other weights
             await asyncio.to_thread(self._lendable().lend, loan.line)
 
     def _settle(self) -> None:
@@ -196,7 +195,7 @@ class EngineFollower:
         if loan is not None and loan.state == "returning" and isinstance(source, Follower) and source.lent is None:
             policy = self._engine.health()["policy"]
             if policy is not None and source.current is not None and policy == vars(source.current):
-                self.guests.loan = None
+                self.guests.end_loan(loan)
 
     async def _order(self, order: Callable[[], Update | None]) -> None:
         """Has `order` run between two polls, and waits for it."""

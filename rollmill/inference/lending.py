@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rollmill.histogram import Histogram
 from rollmill.inference.engine import EngineUnavailable
 from rollmill.types import TrafficClass
 
@@ -32,6 +33,7 @@ class Loan:
     opens_at: float  # not before this moment are weights switched: gateways should have seen the health
     ends_at: float = math.inf  # then the engine returns by itself: who lent it may be dead
     state: Literal["leaving", "lent", "returning"] = "leaving"
+    recalled_at: float = math.inf
 
 
 class Guests:
@@ -39,6 +41,8 @@ class Guests:
 
     def __init__(self) -> None:
         self.loan: Loan | None = None
+        self.loans = 0  # that have begun
+        self.returns = Histogram()  # seconds from a recall to the own weights
         self._tasks: dict[asyncio.Task[object], TrafficClass] = {}
         self._turned_out: set[asyncio.Task[object]] = set()
         self._closed_until = -math.inf
@@ -66,13 +70,24 @@ class Guests:
             del self._tasks[task]
             self._turned_out.discard(task)
 
-    def turn_out(self) -> None:
-        """Break off what was begun while the engine was lent, and refuse what is still on its way."""
-        self._closed_until = time.monotonic() + CLOSED_S
+    def open_loan(self, loan: Loan) -> None:
+        """From here on no production is let in."""
+        loan.state = "lent"
+        self.loans += 1
+
+    def turn_out(self, loan: Loan) -> None:
+        """The engine returns: break off what was begun while it was lent, and refuse what is still on its way."""
+        now = time.monotonic()
+        loan.state, loan.recalled_at, self._closed_until = "returning", min(loan.recalled_at, now), now + CLOSED_S
         for task, traffic in self._tasks.items():
             if traffic == "rollout":
                 self._turned_out.add(task)
                 task.cancel()
+
+    def end_loan(self, loan: Loan) -> None:
+        """The engine has its own weights again."""
+        self.returns.add(time.monotonic() - loan.recalled_at)
+        self.loan = None
 
     def _refusal(self, traffic: TrafficClass) -> str | None:
         state = self.loan.state if self.loan else None

@@ -128,8 +128,11 @@ class _Handlers:
         """
         health = self._engine.health()
         labels = f"engine={json.dumps(health['engine'])},region={json.dumps(health['region'])}"
-        samples = {name: [f"{name}{{{labels}}} {value}"] for name, value in self._engine.metrics().items()}
-        histograms = getattr(self._engine, "histograms", {})  # an engine need not have any
+        loans = {"lent": int(self._guests.loan is not None), "loans_total": self._guests.loans}
+        counts = {**self._engine.metrics(), **loans}
+        samples = {name: [f"{name}{{{labels}}} {value}"] for name, value in counts.items()}
+        histograms = dict(getattr(self._engine, "histograms", {}))  # an engine need not have any
+        histograms["return_seconds"] = self._guests.returns
         samples |= {name: each.lines(name, labels) for name, each in histograms.items()}
         lines = []
         for name, listed in sorted(samples.items()):

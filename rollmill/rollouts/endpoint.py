@@ -13,6 +13,7 @@ import hmac
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from rollmill.rollouts.rollout import reason_of
 from rollmill.types import Reward, Sampling
 
 MAX_BODY = 64 << 20
+DECLARES = ("x-rollmill-cause", "x-rollmill-parent")  # why a new context begins: a gateway records it
 _ANSWER_S = 600.0  # for one answer of the endpoint
 
 
@@ -113,7 +115,8 @@ class EndpointProxy:
         if self._endpoint.model:
             body["model"] = self._endpoint.model
         try:
-            status, answer = await self._request("POST", "/chat/completions", body)
+            declared = {name: request.headers[name] for name in DECLARES if name in request.headers}
+            status, answer = await self._request("POST", "/chat/completions", body, declared)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             transcript.problem = f"{self._endpoint.url} cannot be reached: {error!r}"
             return _refusal(503, transcript.problem)
@@ -145,8 +148,11 @@ class EndpointProxy:
         right = transcript is not None and hmac.compare_digest(given.encode(), transcript.key.encode())
         return transcript if right else None
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, declared: Mapping[str, str] | None = None
+    ) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self._endpoint.key}"} if self._endpoint.key else {}
+        headers |= declared or {}
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         url = self._endpoint.url.rstrip("/") + path
         async with self._session.request(method, url, json=body, headers=headers, timeout=timeout) as response:

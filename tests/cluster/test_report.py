@@ -42,6 +42,7 @@ def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
     text = page.read_text()
     for words in (
         "What users taught it",
+        "This second act has a model of its own",
         "These users are simulated",
         "why &lt;canary&gt;",
         "+25.0 points",
@@ -56,4 +57,4 @@ def test_a_run_of_its_own_users_has_no_measured_acceptance(tmp_path: Path) -> No
     page = report_run(run)
     living = json.loads(page.with_suffix(".json").read_text())["living"]
     assert living["gain"] is None and living["cycles"][0]["counts"] == {"trainable": 3}
-    assert "simulated" not in page.read_text()
+    assert "simulated" not in page.read_text() and "second act" not in page.read_text()

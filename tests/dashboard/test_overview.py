@@ -14,14 +14,17 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.cluster.lock import exclusive
+from rollmill.cluster.report import loans_of
 from rollmill.cluster.run import RunDirectory
 from rollmill.dashboard import live as live_module
 from rollmill.dashboard.live import Live
 from rollmill.dashboard.queries import read_queue
 from rollmill.dashboard.source import Source
 from rollmill.errors import StorageError
+from rollmill.evals.report import write_report
 from rollmill.evals.report.figures import RunEvents, figures
 from rollmill.evals.report.page import chapters
+from rollmill.evals.report.scales import GAP
 from rollmill.gateway.access.keys import KeyRing, KeyStore
 from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database, reading, writing
@@ -139,6 +142,41 @@ def test_the_cycle_says_where_it_is_and_why(run: RunDirectory) -> None:
     assert body.index("Cycle 2: ") < body.index("12 of 40 conversations") < body.index("Cycle 1: ")
     assert "too few with signal" in body and "enough conversations" in body
     assert_tame(body)
+
+
+def test_loans_say_which_engine_since_when_for_what_and_why(run: RunDirectory) -> None:
+    """Also in the report. A loan whose engine died, or was started again, is over."""
+    service = run.path / "services" / "serve-1"
+    (service / "events").mkdir(parents=True)
+
+    def tell(kind: str, number: int, **fields: object) -> None:
+        event = {"at": time.time(), "process": "supervisor", "kind": kind, "engine": f"serve-1-engine-{number}"}
+        with (service / "events" / "supervisor.jsonl").open("a") as file:
+            file.write(json.dumps({**event, **fields}) + "\n")
+
+    with exclusive(service, "engine-1"), exclusive(service, "engine-2"):
+        for number in (1, 2, 3):
+            tell("apply", number, line="rl", version=7)
+            tell("lend", number, line="rl", reason=f"quiet {HOSTILE}")
+        told = {"line": "rl", "lent_s": 60.0, "limit_s": 10.0}
+        tell("returned", 1, **told, seconds=12.5, late=True, reason="production rose")
+        tell("returned", 4, **told, seconds=None, late=False, reason="nobody prolonged the loan")
+        body = Live(Source.of_run(run.path)).snapshot().body
+        report = write_report(run.path, loans=loans_of(run)).read_text()
+        figures = json.loads((run.path / "report.json").read_text())["loans"]
+    assert_tame(body)
+    assert "serve-1/engine-2<small> lent to rl</small>" in body, "an engine of a service, by the name of its process"
+    for text, prefix in ((body, "serve-1/"), (report, "serve-1-")):
+        assert "1 lent now. 4 loans since its service started, 1 recalled" in text
+        assert f"slowest return 12.5{GAP}s of the 10" in text and "declared, 1 late." in text
+        rows = {
+            n: next(row for row in text.split("<tr>") if f"<td>{prefix}engine-{n}</td>" in row) for n in range(1, 5)
+        }
+        assert "late</b>" in rows[1] and "production rose" in rows[1] and "quiet" in rows[1]
+        assert "lent now" in rows[2] and "its process ended" in rows[3]
+        assert "nobody prolonged" in rows[4] and "<td>60" in rows[4]
+    assert figures["loans"] == 4 and figures["open"] == 1 and figures["late"] == 1 and figures["limit_seconds"] == 10.0
+    assert figures["return_seconds"] == {"mean": 12.5, "max": 12.5}
 
 
 async def test_only_this_machine_may_ask_without_a_key(run: RunDirectory, visit: Open) -> None:

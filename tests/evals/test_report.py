@@ -274,6 +274,24 @@ def test_tokens_are_not_pinned_on_the_wrong_message() -> None:
     assert text.index("1 passed") < text.index('class="tokens"')
 
 
+def test_a_chain_of_contexts_is_read_from_its_tokens() -> None:
+    """The messages are those of the last context; the earlier ones are in the tokens only."""
+    chain = trajectory(True, [3])
+    first = chain.segments[0]
+    second = replace(first, id="t0.1", cause="summary", parent=(first.id, 2))
+    chain.segments.append(second)
+    text = conversation("Long", chain, decode)
+    assert text.index("Context 1 of 2") < text.index("Context 2 of 2") < text.index("a summary of the one before")
+    assert text.count('class="tokens"') == 8 and "2 contexts (1 by summary)" in text
+    prompts = [part.split("</pre>")[0].removeprefix("<pre>") for part in text.split('"turn context">')[1:]]
+    start = first.spans[0].start
+    told = [escape(decode(first.tokens[begin:start].tolist())) for begin in (0, 2)]
+    assert told[0] in prompts[0] and told[1] in prompts[len(prompts) // 2], "what both share is shown once"
+    assert "Context 1" not in conversation("Long", chain), "without a tokenizer: the messages"
+    chain.segments += [second] * 1000
+    assert "more contexts are left out" in conversation("Long", chain, decode)
+
+
 def test_an_answer_continued_elsewhere_is_one_answer() -> None:
     moved = trajectory(True, [3])
     spans = moved.segments[0].spans

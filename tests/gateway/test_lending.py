@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from rollmill.config import validate_config
 from rollmill.errors import ConfigError
+from rollmill.evals.report.loans import LOANS
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig, LendingConfig
 from rollmill.gateway.routing import fleet as fleet_module
 from rollmill.gateway.routing import lending as module
@@ -21,6 +23,7 @@ from rollmill.gateway.routing.lending import Lender, LendingRule, Seen, is_hour
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.server import make_app, serving
 from rollmill.inference.wire import WIRE
+from rollmill.telemetry import EVENTS
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.follower import Follower
@@ -42,8 +45,9 @@ def seen(name: str, busy: int = 0, loan: str | None = None, places: int = 10) ->
 
 
 def decide(rule: LendingRule, engines: list[Seen], now: float, minute: int = 0) -> tuple[list[str], list[str]]:
-    lend, recall = rule.decide(engines, now, minute)
-    return [each.name for each in lend], [each.name for each in recall]
+    decided = rule.decide(engines, now, minute)
+    assert bool(decided.reason) >= bool(decided.lend or decided.recall), "what is decided has a reason"
+    return [each.name for each in decided.lend], [each.name for each in decided.recall]
 
 
 def test_what_is_lent_and_recalled_by_load() -> None:
@@ -65,6 +69,18 @@ def test_what_is_lent_and_recalled_by_load() -> None:
     returning = [seen("d", 0, "returning"), seen("b", 0, "lent")]
     assert decide(rule, [seen("a", 7), *returning], 33.0) == ([], []), "one that returns already counts"
     assert decide(rule, [seen("b", 0, "lent"), seen("c", 0, "lent")], 34.0) == ([], ["b"]), "the last one died"
+
+
+def test_why_engines_are_lent_and_recalled() -> None:
+    rule, lent = LendingRule(LendingConfig(quiet_s=0.0, keep=2, hours=("22:00-06:00",))), seen("c", 0, "lent")
+    for engines, minute, reason in (
+        ([seen("a", 2), seen("b", 1), seen("d")], 0, "a load of 0.15, at most 0.3 for 0 s"),
+        ([seen("a", 9), seen("b", 4), lent], 0, "a load of 0.65, above 0.6"),
+        ([seen("a", 0), lent], 0, "production has 1 engines, fewer than keep = 2"),
+        ([seen("a", 0), lent], 720, "not one of the hours 22:00-06:00"),
+        ([seen("a", 0), seen("b")], 0, ""),
+    ):
+        assert rule.decide(engines, 0.0, minute).reason.endswith(reason), reason
 
 
 def test_what_is_lent_and_recalled_by_schedule() -> None:
@@ -137,7 +153,15 @@ async def test_an_engine_works_for_training_and_returns(
     monkeypatch.setattr(fleet_module, "LOOK_S", 0.02)
     monkeypatch.setattr(module, "TICK_S", 0.02)
     told: list[tuple[str, Any]] = []  # of the lender; engines tell of their switches
-    monkeypatch.setattr(module.telemetry, "emit", lambda kind, **fields: told.append((kind, fields.get("late"))))
+    reasons: list[str] = []
+
+    def emit(kind: str, **fields: Any) -> None:
+        told.append((kind, fields.get("late")))
+        if kind in LOANS:
+            assert set(fields) == set(EVENTS[kind].fields)
+            reasons.append(fields["reason"])
+
+    monkeypatch.setattr(module.telemetry, "emit", emit)
     fleets = Fleets(mill, tmp_path)
     await fleets.start()
     rollouts = await mill.gateway(config=QUICK)  # follows the fleet of training
@@ -176,12 +200,29 @@ async def test_an_engine_works_for_training_and_returns(
         assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 4
         assert [status for status, _ in await asyncio.gather(*running)] == [200] * 8
         await until(works_for_training)  # quiet again: it is lent again
+        lent_now = [url for url, loan in zip(fleets.urls, await fleets.loans(), strict=True) if loan]
+        engines = "".join([await _metrics(url) for url in fleets.urls[:2]])
+        loans, returns, now = (
+            sum(map(int, re.findall(rf"^rollmill_engine_{name} (\d)", engines, re.M)))
+            for name in ("loans_total", "return_seconds_count", "lent")
+        )
+        assert loans == returns + 1 >= 2 and now == 1 == len(lent_now)
+        for gateway in (production, rollouts):  # both see it
+            assert f'rollmill_gateway_engine_lent{{url="{lent_now[0]}"}} 1' in await _metrics(gateway.url)
+    assert reasons[0].startswith("the engines that stay would have a load of 0.00") and "above 0.9" in reasons[1]
+    assert reasons[-1] == "lending ends"
     assert await fleets.loans() == [None, None, None], "the lender's end is the end of its loans"
     assert [each.name for each in mill.fleet.registered()] == ["engine-home"]
     assert [event for event in told if event[0] in ("lend", "returned")][:3] == [LEND, ("returned", False), LEND]
     for name in names:  # every token of every rollout is of training's line, also of those that were broken off
         segments = (await rollouts.seal(name)).segments
         assert {policy.line for segment in segments for policy in segment.policies} == {"rl"}
+
+
+async def _metrics(url: str) -> str:
+    """Without the labels of engines."""
+    async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as answer:
+        return re.sub(r'\{engine="[^}]*\}', "", await answer.text())
 
 
 async def _has(found: list[Any], wanted: Any) -> bool:

@@ -22,8 +22,8 @@ async def test_an_agent_that_streams_is_answered_with_a_stream() -> None:
         body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "stream_options": {}}
         answers = []
         async with aiohttp.ClientSession(headers=headers) as session:
-            for _ in range(3):
-                async with session.post(f"{url}/chat/completions", json=body) as response:
+            for cause in ({}, {}, {"x-rollmill-cause": "summary", "x-other": "not forwarded"}):
+                async with session.post(f"{url}/chat/completions", json=body, headers=cause) as response:
                     answers.append((response.content_type, await response.text()))
     assert [kind for kind, _ in answers] == ["application/json", "text/event-stream", "text/event-stream"]
     events = [text.removeprefix("data: ").split("\n\n") for _, text in answers[1:]]
@@ -32,3 +32,4 @@ async def test_an_agent_that_streams_is_answered_with_a_stream() -> None:
     assert (first["delta"]["content"], first["finish_reason"]) == ("hello", "stop")
     assert second["delta"]["tool_calls"][0]["index"] == 0
     assert transcript.messages[-1]["tool_calls"] and "stream" not in model.requests[0]
+    assert model.causes == [None, None, "summary"] and set(model.keys) == {"Bearer key"}

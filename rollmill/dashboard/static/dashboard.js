@@ -51,7 +51,7 @@
         throw new Error(String(reply.status));
       }
       failures = 0;
-      say("live", "live");
+      say("live", "up to date");
     } catch (error) {
       failures += 1;
       say("lost", "no answer, trying again");

@@ -18,6 +18,7 @@ Point = tuple[float, float]
 WIDE, NARROW = 540.0, 340.0
 CHARACTER, BOLD = 6.4, 7.4  # estimated width of a character of chart text, to avoid overlaps
 MAX_COLUMNS = 160  # of hover columns; nobody can point at more
+FEW_MARKS = 60  # dots that may be large
 MAX_MARKS = 500  # of dots or bars; more would not be visible
 
 
@@ -220,9 +221,8 @@ def _references(frame: Frame, axes: Axes) -> Markup:
 
 def _line(frame: Frame, series: Series) -> Markup:
     raw = _placed(frame, series)
-    dots = [
-        tag("circle", class_=f"dot fill-{series.colour}", cx=x, cy=y, r=2.2 if series.dots else 1.5) for x, y in raw
-    ]
+    radius = 2.2 if series.dots or len(raw) <= FEW_MARKS else 1.5
+    dots = [tag("circle", class_=f"dot fill-{series.colour}", cx=x, cy=y, r=radius) for x, y in raw]
     if series.dots:
         return tag("g", dots)
     if not series.smooth:
@@ -256,8 +256,9 @@ def _end_labels(frame: Frame, axes: Axes, series: Sequence[Series]) -> Markup:
             ends.append((_median(heights) if one.dots else heights[-1], one))
     ends.sort(key=lambda end: end[0])
     children, lowest = [], 0.0
-    for at, one in ends:
-        lowest = max(at + 4, lowest + 14)
+    for left, (at, one) in zip(range(len(ends) - 1, -1, -1), ends, strict=True):
+        highest = frame.y.start + 4 - 14 * left  # the last one stands at the axis, not among its numbers
+        lowest = max(min(at + 4, highest), lowest + 14)
         children.append(_text(frame.x.end + 7, lowest, one.name, f"label strong ink-{one.colour}"))
     return tag("g", children)
 

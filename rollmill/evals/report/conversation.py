@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,15 @@ from rollmill.types import PolicyRef, Reward, Segment, Span, Trajectory
 
 Decode = Callable[[Sequence[int]], str]
 MAX_TEXT, MAX_TURNS, MAX_TOKENS = 6000, 200, 4000
-ROLES = {"system": "System", "user": "Task", "assistant": "Model", "tool": "Tool"}
+ROLES = {"system": "System", "user": "Task", "assistant": "Model", "tool": "Tool", "context": "Prompt"}
+CAUSES = {
+    "start": "the first",
+    "summary": "begins with a summary of the one before",
+    "edit": "an earlier message was changed",
+    "sub_agent": "a sub-agent",
+    "retry": "an answer was asked for again",
+    "fork": "a branch",
+}
 
 
 @dataclass(frozen=True)
@@ -46,10 +55,12 @@ def conversation(title: str, trajectory: Trajectory, decode: Decode | None = Non
     answers = list(_answers(trajectory))
     versions = sorted({(ref.line, ref.number) for answer in answers for ref in answer.policies() if ref})
     colours = {version: index % 6 for index, version in enumerate(versions)}
+    forgotten = len(trajectory.segments) > 1 and _spoken(trajectory) != len(answers)  # messages are of the last context
+    show = _contexts if forgotten and decode is not None else _turns
     return tag(
         "article",
         tag("header", tag("h3", title), _facts(trajectory, answers), _legend(versions, colours)),
-        _turns(trajectory, answers, colours, decode),
+        show(trajectory, answers, colours, decode),
         _rewards(trajectory),
         class_="trajectory",
     )
@@ -68,6 +79,10 @@ def _answers(trajectory: Trajectory) -> Iterator[SampledTurn]:
             yield SampledTurn(segment, tuple(joined))
 
 
+def _spoken(trajectory: Trajectory) -> int:
+    return sum(message.get("role") == "assistant" for message in trajectory.messages)
+
+
 def _facts(trajectory: Trajectory, answers: Sequence[SampledTurn]) -> Markup:
     sampled = sum(answer.end - answer.start for answer in answers)
     tokens = sum(len(segment.tokens) for segment in trajectory.segments)
@@ -78,8 +93,9 @@ def _facts(trajectory: Trajectory, answers: Sequence[SampledTurn]) -> Markup:
         f"{number(tokens)} tokens, {number(sampled)} sampled",
     ]
     if len(trajectory.segments) > 1:
-        causes = ", ".join(segment.cause for segment in trajectory.segments[1:])
-        facts.append(f"{len(trajectory.segments)} segments ({causes})")
+        causes = Counter(segment.cause for segment in trajectory.segments[1:])
+        listed = ", ".join(f"{count} by {cause}" for cause, count in causes.items())
+        facts.append(f"{len(trajectory.segments)} contexts ({listed})")
     return tag(
         "p",
         [tag("span", fact if isinstance(fact, Markup) else _cut(fact, 120)) for fact in facts if fact],
@@ -102,7 +118,7 @@ def _turns(
 ) -> Markup:
     """The n-th answer belongs to the n-th assistant message. If their numbers differ, the tokens are shown apart."""
     messages = trajectory.messages[:MAX_TURNS]
-    spoken = sum(message.get("role") == "assistant" for message in trajectory.messages)
+    spoken = _spoken(trajectory)
     waiting = iter(answers if spoken == len(answers) else ())
     turns = []
     for message in messages:
@@ -114,6 +130,32 @@ def _turns(
         turns.extend(
             _turn({"role": "assistant", "content": None}, answer, colours, decode) for answer in answers[:MAX_TURNS]
         )
+    return tag("ol", turns, class_="turns")
+
+
+def _contexts(
+    trajectory: Trajectory,
+    answers: Sequence[SampledTurn],
+    colours: Mapping[tuple[str, int], int],
+    decode: Decode | None,
+) -> Markup:
+    """Several contexts, each as the model saw it: the text of its prompts from the tokens, and its answers. The part
+    that a context shares with the one before is shown once."""
+    assert decode is not None
+    turns: list[Markup] = []
+    for index, segment in enumerate(trajectory.segments):
+        about = tag("small", CAUSES.get(segment.cause, segment.cause))
+        turns.append(tag("li", tag("b", f"Context {index + 1} of {len(trajectory.segments)}"), about, class_="context"))
+        reached = segment.parent[1] if segment.parent else 0
+        for answer in (answer for answer in answers if answer.segment is segment):
+            text = decode(segment.tokens[reached : answer.start].tolist()) if answer.start > reached else ""
+            turns += [_turn({"role": "context", "content": text}, None, colours, decode)] if text else []
+            turns.append(_turn({"role": "assistant"}, answer, colours, decode))
+            reached = answer.end
+        if len(turns) > MAX_TURNS:
+            left = len(trajectory.segments) - index - 1
+            turns += [tag("li", f"{left} more contexts are left out.", class_="note")] if left else []
+            break
     return tag("ol", turns, class_="turns")
 
 

@@ -26,8 +26,12 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
                                (mean, max), bytes, tokens_per_s
     pauses, restarts           count and total seconds of weight switches; processes that had to be started again
     living                     what users taught it (report/living.py); null without a cycle of real-time RL: cycles,
-                               moves, gate and canary; conversations, contexts (mean per conversation), window; if true
-                               acceptance was measured: users ("simulated"), population, measured, before, after, gain
+                               moves, gate and canary; conversations, contexts (mean per conversation), window;
+                               second_act (a model of its own); if true acceptance was measured: users ("simulated"),
+                               population, measured, before, after, gain
+    loans                      engines that production lent to training since its service started; null without any:
+                               loans, open (lent now), lent_seconds (of those that are over), returns (that were
+                               asked for), return_seconds (mean, max), limit_seconds (declared), late
 """
 
 from __future__ import annotations

@@ -8,10 +8,20 @@ from typing import Any
 
 from rollmill.evals.report.charts import interval_chart
 from rollmill.evals.report.figures import finite, without_nan
-from rollmill.evals.report.markup import Markup, tag
-from rollmill.evals.report.scales import GAP, duration, number
+from rollmill.evals.report.markup import Markup, join, tag
+from rollmill.evals.report.scales import GAP, duration, number, percent
 from rollmill.evals.report.sections import FULL, figure, section
 from rollmill.evals.statistics import Interval, clustered_difference, clustered_interval
+
+ANCHOR = "users"
+METRICS = {  # of the gate: in words, and how the two sides are compared
+    "quality": ("Solve rate", "difference"),
+    "tokens_per_solved": ("Tokens per solved task", "ratio"),
+    "latency": ("Seconds per attempt", "ratio"),
+    "malformed": ("Malformed tool calls", "difference of shares"),
+    "questions": ("Ends with a question", "difference of shares"),
+    "bar": ("Solve rate, least of any live version", ""),
+}
 
 
 def living_figures(
@@ -48,11 +58,14 @@ def _cycle(cycle: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def living(tree: Mapping[str, Any] | None) -> Markup:
+def living(tree: Mapping[str, Any] | None, reading: Markup) -> Markup:
+    """`reading`: one of the conversations, to read."""
     if tree is None:
         return Markup("")
     simulated = tree["users"] == "simulated"
     about = "Real-time RL: what users did with the answers of the live version becomes the reward of the next one. "
+    if tree["second_act"]:
+        about += "This second act has a model of its own, mid-trained on tasks that are longer than its window. "
     if simulated:
         about += (
             f"These users are simulated (population {tree['population']}). Gateway, engines, machines, trainer, gate "
@@ -63,7 +76,32 @@ def living(tree: Mapping[str, Any] | None) -> Markup:
             f"{number(tree['conversations'])} conversations, {tree['contexts']:.1f} contexts each on average, in a "
             f"window of {tree['window']} tokens."
         )
-    return section("What users taught it", about, _acceptance(tree), *map(_cycle_markup, tree["cycles"]))
+    shown = section("What users taught it", about, _acceptance(tree), *map(_cycle_markup, tree["cycles"]), reading)
+    return tag("div", shown, id=ANCHOR)
+
+
+def living_lead(tree: Mapping[str, Any] | None) -> Markup:
+    """The same in one sentence, for the head of the page; empty if true acceptance was not measured."""
+    if tree is None or tree["gain"] is None or tree["gain"]["value"] is None:
+        return Markup("")
+    before, after = (percent(finite(tree[name]["value"], 0.0), 1) for name in ("before", "after"))
+    ended = [str(cycle["ended"]).replace("_", " ") for cycle in tree["cycles"]]
+    cycles = f"one cycle of real-time RL ({ended[0]})" if len(ended) == 1 else f"{len(ended)} cycles of real-time RL"
+    return tag(
+        "p",
+        f"{'In the second act, ' if tree['second_act'] else 'Its '}{tree['users']} users accept ",
+        tag("b", before),
+        f" of the work before {cycles} and ",
+        tag("b", after),
+        f" after it: {_gain(tree)}. ",
+        tag("a", "What users taught it", href=f"#{ANCHOR}"),
+        class_="lead second",
+    )
+
+
+def _gain(tree: Mapping[str, Any]) -> str:
+    value, low, high = (f"{100 * tree['gain'][key]:+.1f}".replace("-", "−") for key in ("value", "low", "high"))
+    return f"{value} points, 95{GAP}% interval {low} to {high}"
 
 
 def _acceptance(tree: Mapping[str, Any]) -> Markup:
@@ -73,11 +111,9 @@ def _acceptance(tree: Mapping[str, Any]) -> Markup:
     for name, colour in (("before", "before"), ("after", "ember")):
         value, low, high = (finite(tree[name][key], 0.0) for key in ("value", "low", "high"))
         bars.append((name, colour, value, low, high))
-    gain = [f"{100 * tree['gain'][key]:+.1f}".replace("-", "−") for key in ("value", "low", "high")]
     about = (
         f"Share of {tree['measured']} conversations whose work its user would truly accept. The rule that makes "
-        "rewards never sees it. The same tasks and draws before and after the cycle: "
-        f"{gain[0]} points, 95{GAP}% interval {gain[1]} to {gain[2]}."
+        f"rewards never sees it. The same tasks and draws before and after the cycle: {_gain(tree)}."
     )
     rows = [("True acceptance", f"{tree['users'] or 'of'} users", bars)]
     chart = interval_chart(rows, "True acceptance before and after the cycle, with intervals")
@@ -91,7 +127,7 @@ def _cycle_markup(cycle: Mapping[str, Any]) -> Markup:
     moves = [_move(move, later) for move, later in zip(cycle["moves"], [*cycle["moves"][1:], None], strict=True)]
     states = _table(("State", "At", "For", "Why"), moves, words=True)
     gate = _table(
-        ("The gate", "Live", "Candidate", "Change", f"95{GAP}% interval", "Bound", ""),
+        ("What the gate compared", "Live", "Candidate", "Change", f"95{GAP}% interval", "Bound", ""),
         [_metric(metric) for metric in cycle["gate"] or ()],
     )
     return tag("div", title, states, gate, class_="cycle")
@@ -107,13 +143,17 @@ def _metric(metric: Mapping[str, Any]) -> list[str]:
     change = [_figure(value) for value in metric["change"]]
     bound = f"{'≥' if metric['at_least'] else '≤'} {_figure(metric['bound'])}"
     word = tag("b", "holds", class_="good") if metric["holds"] else tag("b", "fails", class_="bad")
-    name = str(metric["name"]).replace("_", " ")
+    words, compared = METRICS.get(str(metric["name"]), (str(metric["name"]), ""))
+    name = join(words, tag("small", f" {compared}") if compared else "")
     sides = [_figure(metric[side]) for side in ("live", "candidate")]
     return [name, *sides, change[0], f"{change[1]} to {change[2]}", bound, word]
 
 
 def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}".replace("-", "−")
+    if value is None:
+        return "–"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 3
+    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: bool = False) -> Markup:

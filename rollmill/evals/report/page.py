@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -18,6 +18,8 @@ from rollmill.evals.report import sections
 from rollmill.evals.report.conversation import Decode, conversation
 from rollmill.evals.report.figures import RunEvents, figures, find_eval
 from rollmill.evals.report.living import living as living_chapter
+from rollmill.evals.report.living import living_lead
+from rollmill.evals.report.loans import LoanRecord, loan_figures, loans_chapter
 from rollmill.evals.report.markup import Markup, escape, join, tag
 from rollmill.evals.report.scales import GAP, duration, number, percent
 from rollmill.types import Trajectory
@@ -32,21 +34,26 @@ def write_report(
     decode: Decode | None = None,
     reproduce: str | None = None,
     living: Mapping[str, Any] | None = None,
+    user_conversation: tuple[Trajectory, Decode] | None = None,
+    loans: Sequence[LoanRecord] = (),
 ) -> Path:
     """Write the report of a run, which may be unfinished.
 
     `seconds` is the run's wall time where the events do not tell it (a resumed run). `trajectories` are shown under
     their titles ("Solved", "Failed", "Before training"); `decode` turns token ids into text, so that each answer shows
-    the tokens as sampled. `reproduce` is the command that makes this run again. `living` is what users taught it.
+    the tokens as sampled. `reproduce` is the command that makes this run again. `living` is what users taught it,
+    `user_conversation` one of the conversations with them; `loans` are the engines that production lent to it.
     """
     run = RunEvents.of(telemetry.read_events(run_dir / "events"))
     summary = {**figures(run, name=run_dir.name, seed=seed, seconds=seconds), "living": living}
+    summary["loans"] = loan_figures(loans)
     body = join(
         _hero(summary),
         tag(
             "main",
             chapters(run, summary).values(),
-            living_chapter(living),
+            loans_chapter(loans),
+            living_chapter(living, _user_conversation(user_conversation)),
             readings(trajectories or {}, decode),
             incidents(run),
             every_figure(summary),
@@ -103,6 +110,7 @@ def _hero(summary: Mapping[str, Any]) -> Markup:
         tag("p", "Rollmill run", class_="kicker"),
         tag("h1", summary["name"]),
         lead(summary),
+        living_lead(summary["living"]),
         tiles(summary),
         class_="hero",
     )
@@ -184,6 +192,15 @@ def readings(trajectories: Mapping[str, Trajectory], decode: Decode | None) -> M
         switch if decode else "",
         tag("div", shown, class_="trajectories"),
     )
+
+
+def _user_conversation(found: tuple[Trajectory, Decode] | None) -> Markup:
+    if found is None:
+        return Markup("")
+    contexts = len(found[0].segments)
+    title = f"One of the conversations, in {contexts} contexts" if contexts > 1 else "One of the conversations"
+    shown = tag("div", conversation(title, *found), class_="trajectories")
+    return tag("details", tag("summary", "Read one of the conversations"), shown)
 
 
 def incidents(run: RunEvents) -> Markup:

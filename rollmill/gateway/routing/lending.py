@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.2
 PREFIX = "lent-"  # of their names in training's fleet: apart from those of its own engines
 LOAN_S = 15.0  # a loan that nobody prolongs ends
+BY_ITSELF = "nobody prolonged the loan, or the engine was started again"
 _LOOK_S = 1.0  # between two looks at the table of engines
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError, RollmillError)
@@ -54,6 +55,13 @@ class Seen:
         return self.registration.name
 
 
+@dataclass(frozen=True)
+class Decision:
+    lend: Sequence[Seen] = ()
+    recall: Sequence[Seen] = ()
+    reason: str = ""  # in words, for people
+
+
 @dataclass
 class LendingRule:
     """Which engines to lend, and which to recall."""
@@ -61,17 +69,17 @@ class LendingRule:
     config: LendingConfig
     _quiet_since: float | None = field(default=None, init=False)
 
-    def decide(self, engines: Sequence[Seen], now: float, minute: int) -> tuple[list[Seen], list[Seen]]:
-        """(to lend, to recall). `now` is in seconds, `minute` that of the day in UTC."""
+    def decide(self, engines: Sequence[Seen], now: float, minute: int) -> Decision:
+        """`now` is in seconds, `minute` that of the day in UTC."""
         here = [each for each in engines if each.lent is None]
         away = [each for each in engines if each.loan in ("leaving", "lent")]
         if not is_hour(self.config.hours, minute):
             self._quiet_since = None
-            return [], away
+            return Decision(recall=away, reason=f"not one of the hours {', '.join(self.config.hours)}")
         needed = self._needed(engines, here, away)
         if needed:
             self._quiet_since = None
-            return [], needed
+            return Decision(recall=needed, reason=self._need(here))
         spare = min(here, key=lambda each: (each.busy, each.name)) if len(here) > self.config.keep else None
         staying = sum(each.places for each in here) - (spare.places if spare else 0)
         if spare is None or _busy(here) > self.config.below * staying:
@@ -79,9 +87,19 @@ class LendingRule:
         elif self._quiet_since is None:
             self._quiet_since = now
         if spare is None or self._quiet_since is None or now - self._quiet_since < self.config.quiet_s:
-            return [], []
+            return Decision()
         self._quiet_since = None
-        return [spare], []
+        load = f"the engines that stay would have a load of {_busy(here) / staying:.2f}"
+        reason = f"{load}, at most {self.config.below:g} for {self.config.quiet_s:g} s"
+        return Decision(lend=[spare], reason=reason)
+
+    def _need(self, here: Sequence[Seen]) -> str:
+        """Why engines are recalled."""
+        if len(here) < self.config.keep:
+            return f"production has {len(here)} engines, fewer than keep = {self.config.keep}"
+        places = sum(each.places for each in here)
+        load = f"{_busy(here) / places:.2f}" if places else "no place"
+        return f"production has a load of {load}, above {self.config.above:g}"
 
     def _needed(self, engines: Sequence[Seen], here: Sequence[Seen], away: Sequence[Seen]) -> list[Seen]:
         """The engines to recall: as many as bring the load to the middle of `below` and `above`. Those that return
@@ -138,8 +156,9 @@ class Lender:
         self._registered: list[Registration] = []
         self._silent: set[str] = set()  # engines that did not answer; said once
         self._done: dict[str, float] = {}  # what is done every RENEW_S → when it was last done
-        self._recalled: dict[str, float] = {}  # engine → since when it should return
-        self._recalls: dict[str, asyncio.Task[None]] = {}
+        self._loans: dict[str, float] = {}  # engine → since when it is lent
+        self._recalled: dict[str, tuple[float, str]] = {}  # engine → since when it should return, and why
+        self._recalls: dict[str, asyncio.Task[bool]] = {}
 
     async def run(self) -> None:
         """Runs until it is cancelled; then all engines return."""
@@ -157,26 +176,27 @@ class Lender:
                     await asyncio.sleep(TICK_S)
             finally:
                 with contextlib.suppress(*_FAILURES):
-                    for each in await self._look(client):
-                        if each.lent is not None:
-                            await self._recall(client, each)
+                    lent = [each for each in await self._look(client) if each.lent is not None]
+                    await asyncio.gather(*(self._take_back(client, each) for each in lent))
 
     async def tick(self, client: aiohttp.ClientSession) -> None:
         """Look at all engines once, and do what the rule says."""
         engines, today = await self._look(client), datetime.now(UTC)
-        lend, recall = self._rule.decide(engines, time.monotonic(), today.hour * 60 + today.minute)
-        for each in recall:
-            self._recalled.setdefault(each.name, time.monotonic())
+        decided = self._rule.decide(engines, time.monotonic(), today.hour * 60 + today.minute)
+        for each in decided.recall:
+            self._recalled.setdefault(each.name, (time.monotonic(), decided.reason))
         for each in engines:
-            if each.name not in self._recalled:
-                await self._prolong(client, each)
-            elif each.lent is None:
+            if each.lent is None:
                 self._returned(each)
+            elif each.name not in self._recalled:
+                await self._prolong(client, each)
             elif each.name not in self._recalls or self._recalls[each.name].done():
                 self._recalls[each.name] = asyncio.create_task(self._recall(client, each))
-        for each in lend:
-            await self._lend(client, each)
-            telemetry.emit("lend", engine=each.name, line=self._line, busy=_busy(engines), engines=len(engines))
+        for each in decided.lend:
+            if await self._lend(client, each):
+                self._loans[each.name] = time.monotonic()
+                told = {"line": self._line, "busy": _busy(engines), "engines": len(engines), "reason": decided.reason}
+                telemetry.emit("lend", engine=each.name, **told)
 
     async def _look(self, client: aiohttp.ClientSession) -> list[Seen]:
         if self._due("look", _LOOK_S):
@@ -201,15 +221,16 @@ class Lender:
                 log.warning("%s cannot be lent now: %s/health: %r", engine.name, engine.url, error)
             return None
 
-    async def _lend(self, client: aiohttp.ClientSession, engine: Seen) -> None:
-        """Lend an engine, or prolong its loan."""
+    async def _lend(self, client: aiohttp.ClientSession, engine: Seen) -> bool:
+        """Lend an engine, or prolong its loan. Returns whether the engine agreed."""
         body = {"line": self._line, "seconds": LOAN_S, "notice_s": self._notice_s}
-        await self._ask(client, engine, "lend", body, 5.0)
+        return await self._ask(client, engine, "lend", body, 5.0)
 
     async def _prolong(self, client: aiohttp.ClientSession, engine: Seen) -> None:
         """A loan that goes on is prolonged; an engine that serves training's line is in training's fleet."""
         if engine.lent != self._line or engine.loan == "returning":
             return
+        self._loans.setdefault(engine.name, time.monotonic())
         if self._due(f"loan {engine.name}", RENEW_S):
             await self._lend(client, engine)
         ready = engine.loan == "lent" and same_line(engine.line, self._line)
@@ -217,32 +238,47 @@ class Lender:
             guest = engine.registration.model_copy(update={"name": PREFIX + engine.name})
             await asyncio.to_thread(self._training.hold, guest, renews=False)
 
-    async def _recall(self, client: aiohttp.ClientSession, engine: Seen) -> None:
+    async def _take_back(self, client: aiohttp.ClientSession, engine: Seen) -> None:
+        self._recalled.setdefault(engine.name, (time.monotonic(), "lending ends"))
+        if await self._recall(client, engine):
+            self._returned(engine)
+
+    async def _recall(self, client: aiohttp.ClientSession, engine: Seen) -> bool:
+        """Returns whether the engine serves production again."""
         try:
             if self._done.pop(f"row {engine.name}", None) is not None:
                 url = engine.registration.url
                 await asyncio.to_thread(self._training.release, PREFIX + engine.name, url)
         except RollmillError as error:
             log.warning("%s stays in training's table until its row expires: %s", engine.name, error)
-        await self._ask(client, engine, "recall", {}, self._return_s)
+        return await self._ask(client, engine, "recall", {}, self._return_s)
 
     async def _ask(
         self, client: aiohttp.ClientSession, engine: Seen, what: str, body: dict[str, Any], seconds: float
-    ) -> None:
+    ) -> bool:
         url, timeout = f"{engine.registration.url}/{what}", aiohttp.ClientTimeout(total=seconds)
         try:
             async with client.post(url, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     log.warning("%s: /%s answered %s", engine.name, what, (await response.text())[:300])
+                return response.status == 200
         except _FAILURES as error:
             log.warning("%s: /%s failed: %s: %s", engine.name, what, type(error).__name__, error)
+            return False
 
     def _returned(self, engine: Seen) -> None:
-        seconds = time.monotonic() - self._recalled.pop(engine.name)
-        late = seconds > self._return_s
+        """Says that a loan is over, if the engine had one."""
+        now, since = time.monotonic(), self._loans.pop(engine.name, None)
+        recalled, reason = self._recalled.pop(engine.name, (None, BY_ITSELF))
+        if since is None and recalled is None:
+            return
+        seconds = None if recalled is None else now - recalled
+        late = seconds is not None and seconds > self._return_s
         if late:
             log.warning("%s took %.1f s to return; lending.return_s is %g", engine.name, seconds, self._return_s)
-        telemetry.emit("returned", engine=engine.name, seconds=seconds, late=late)
+        lent = None if since is None else now - since
+        told = {"line": self._line, "lent_s": lent, "seconds": seconds, "late": late, "reason": reason}
+        telemetry.emit("returned", engine=engine.name, limit_s=self._return_s, **told)
 
     def _due(self, what: str, seconds: float) -> bool:
         """Whether `what` was not done for `seconds`; it then counts as done."""

@@ -30,6 +30,7 @@ METRICS = {
     "waiting": "requests that wait for an engine",
     "log_fsyncs_total": "times the session log was flushed to disk",
     "engine_alive": "1 if the engine answers health checks, else 0 {url}",
+    "engine_lent": "1 while production lends the engine to training, else 0 {url}",
     "engine_failures_total": "requests that failed on the engine {url}",
 }
 _Labels = tuple[tuple[str, str | int], ...]
@@ -72,8 +73,8 @@ class Metrics:
 
 
 def added(texts: Sequence[str]) -> str:
-    """Several texts of `render` as one: values of the same name and labels are added; of `engine_alive` the largest is
-    taken."""
+    """Several texts of `render` as one: values of the same name and labels are added; of `engine_alive` and
+    `engine_lent` the largest is taken."""
     if len(texts) == 1:
         return texts[0]
     about: dict[str, list[str]] = {}  # name -> HELP and TYPE
@@ -88,7 +89,7 @@ def added(texts: Sequence[str]) -> str:
                 continue
             sample, _, value = line.rpartition(" ")
             known = values.setdefault(name, {})
-            join = max if name.endswith("_engine_alive") else operator.add
+            join = max if name.endswith(("_engine_alive", "_engine_lent")) else operator.add
             known[sample] = join(known[sample], float(value)) if sample in known else float(value)
     lines = [[*about[name], *(f"{sample} {value}" for sample, value in values[name].items())] for name in sorted(about)]
     return "\n".join(itertools.chain.from_iterable(lines)) + "\n"

@@ -52,12 +52,14 @@ class ScriptedModel:
         self.answers: list[Answer] = []
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.causes: list[str | None] = []  # that new contexts declare
         self.url = ""
         self.sampling = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
         self.keys.append(request.headers["Authorization"])
+        self.causes.append(request.headers.get("x-rollmill-cause"))
         answer = self.answers.pop(0)
         if isinstance(answer, Awaitable):
             self.sampling.set()
