@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.decode_loop import DecodeLoop
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import BurstOutput, Runner, StepOutput
 from rollmill.inference.embedded.sampler import sample
-from rollmill.inference.embedded.scheduler import Work
+from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.decoder import Decoder
 from rollmill.types import Sampling
@@ -114,6 +116,11 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths.clear()
     monkeypatch.setattr("rollmill.inference.embedded.decode_loop.make_runner", Stepwise)
 
+    def as_on_cuda(config: EngineConfig, drafts: int, *, prompts_first: bool) -> Scheduler:
+        return Scheduler(config, drafts, prompts_first=True)
+
+    monkeypatch.setattr("rollmill.inference.embedded.decode_loop.Scheduler", as_on_cuda)
+
 
 def check_pages(engine: EmbeddedEngine) -> None:
     pages = engine._decoding.scheduler.pages
@@ -181,6 +188,39 @@ async def test_weights_change_between_bursts_and_each_token_names_its_own() -> N
         for index, (logprob, policy) in enumerate(zip(one.logprobs, one.policies, strict=True)):
             # routes are those of the sampling pass; the live ones agree on these models but for near-ties
             assert abs(float(both[policy.digest][len(PROMPT) - 1 + index]) - logprob) < 1e-3
+
+
+@pytest.mark.usefixtures("stepwise")
+async def test_steps_of_prompts_are_launched_before_the_last_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts fill several steps, and some clients leave. Tokens are those of requests that came one by one."""
+    update, ahead = make_update(2), []
+    launch = DecodeLoop._launch
+
+    def counted(loop: DecodeLoop, *given: Any) -> Callable[[], None]:
+        ahead.append(loop._ahead is not None)
+        return launch(loop, *given)
+
+    monkeypatch.setattr(DecodeLoop, "_launch", counted)
+    wanted = [request([n, *range(1, 24)], f"s{n}", seed=n, max_tokens=9) for n in range(12)]
+    wanted += [request([39 - n // 5, *range(1, 20 + n // 5)], f"g{n}", seed=n, max_tokens=9) for n in range(10)]
+    async with engine_at(update) as engine:
+        expected = [await generate(engine, one) for one in wanted]
+    ahead.clear()
+    async with engine_at(update, CONFIG.model_copy(update={"prefill_chunk": 32})) as engine:
+        await engine.pause()
+        tasks = [asyncio.create_task(generate(engine, one)) for one in wanted]
+        leaving = [asyncio.create_task(generate(engine, request([n, 2, 3] * 8, f"l{n}"))) for n in range(6)]
+        await until(lambda: engine.health()["waiting"] == 28)
+        await engine.resume()
+        for task in leaving:
+            await asyncio.sleep(0)
+            task.cancel()
+        got = [await task for task in tasks]
+        await until(lambda: engine.metrics()["running"] + engine.metrics()["waiting"] == 0)
+        check_pages(engine)
+    assert sum(ahead) > 5
+    for one, other in zip(got, expected, strict=True):
+        assert one.tokens == other.tokens and sorted(one.routes) == sorted(other.routes)
 
 
 @pytest.mark.usefixtures("stepwise")

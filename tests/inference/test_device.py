@@ -26,12 +26,13 @@ from tests.kernels import DEVICE, INTERPRETED, cuda, without_kernels
 # The interpreter takes milliseconds per token: all sizes are a quarter, those of tiles too. In bf16 no token of these
 # prompts has experts so nearly alike that rounding chooses others.
 BLOCKS, BLOCK_SIZE = 80, 4 if INTERPRETED else 16
-CHUNK, PROMPTS = (7, [19, 9, 1, 4]) if INTERPRETED else (30, [100, 37, 1, 16, 17])
+CHUNK, PROMPTS = (7, [19, 9, 1, 4, 2]) if INTERPRETED else (30, [100, 37, 1, 16, 17])
 LATENT = LatentAttention(kv_rank=16, plain_dim=16, rope_dim=8, value_dim=16)
 SHAPES = {
     "grouped": TINY,
     "odd": TINY.model_copy(update={"heads": 6, "kv_heads": 2, "head_dim": 24}),
     "smollm2": TINY.model_copy(update={"heads": 9, "kv_heads": 3, "head_dim": 64, "experts": 0}),
+    "normed": TINY.model_copy(update={"head_dim": 32, "qk_norm": True}),
     "latent": TINY.model_copy(update={"heads": 4, "kv_heads": 4, "head_dim": 24, "latent": LATENT}),
 }
 CASES = [(shape, torch.bfloat16) for shape in SHAPES]
@@ -94,11 +95,11 @@ def runner_of(model: Decoder) -> Any:
     return DeviceRunner(model, cache_of(model), 256)
 
 
-def device_steps(model: Decoder, *, graphs: bool = True, narrow: bool = True) -> Steps:
+def device_steps(model: Decoder, *, graphs: bool = True, joined: bool = True) -> Steps:
     runner = runner_of(model)
     assert runner.graphs == model.embedding.is_cuda
     runner.graphs &= graphs
-    runner.narrow = narrow
+    runner.joined = joined
     return Steps(runner)
 
 
@@ -140,7 +141,7 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: str, form: str) -> None:
     """Alone, with others, recorded or not, and with a sampled context or the same as a prompt."""
     model = model_of(SHAPES[shape], form=form)
     together, eager, alone, prompt = (
-        device_steps(model, graphs=graphs, narrow=False) for graphs in (True, False, True, True)
+        device_steps(model, graphs=graphs, joined=False) for graphs in (True, False, True, True)
     )
     for one in (together, eager):
         generations = make_generations([100, 37, 1, 16, 17, 64])

@@ -63,9 +63,14 @@ def check(scheduler: Scheduler, work: list[Work]) -> None:
         {(parent, length): count for parent, counts in pages._lengths.items() for length, count in counts.items()}
     )
     assert len(scheduler.running) <= CONFIG.max_batch
-    for item in work:
+    for before, item in zip([None, *work], work, strict=False):
         generation = item.generation
-        assert generation.number in scheduler.running and item.start == generation.computed
+        assert generation.number in scheduler.running
+        if item.twin_of is not None:
+            assert not item.count and before is not None and item.twin_of in (before.generation, before.twin_of)
+            assert before.completes and item.completes and item.twin_of.tokens == generation.tokens
+            continue
+        assert item.start == generation.computed
         assert len(generation.blocks) * CONFIG.block_size >= item.start + item.count
         written = generation.blocks[item.start // CONFIG.block_size :]
         assert not any(pages.is_shared(block) for block in written), "nobody writes to a shared page"
@@ -88,9 +93,11 @@ arrivals = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(arrivals)
-def test_random_traffic_always_ends(traffic: list[tuple[int, int, int, str, int, bool, int]]) -> None:
-    scheduler, finished, leaving = Scheduler(CONFIG), 0, []
+@given(arrivals, st.booleans())
+def test_random_traffic_always_ends(
+    traffic: list[tuple[int, int, int, str, int, bool, int]], prompts_first: bool
+) -> None:
+    scheduler, finished, leaving = Scheduler(CONFIG, prompts_first=prompts_first), 0, []
     for number, (steps, prompt, new, kind, session, leaves, first) in enumerate(traffic):
         for _ in range(steps):
             finished += len(run(scheduler, scheduler.schedule(POLICY)))

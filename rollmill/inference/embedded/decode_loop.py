@@ -34,7 +34,7 @@ from rollmill.inference.embedded.drafts import count_right
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import BurstRunner, make_runner
-from rollmill.inference.embedded.sampler import most_likely, sample
+from rollmill.inference.embedded.sampler import begin_sample, most_likely
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
@@ -88,17 +88,19 @@ class DecodeLoop:
             self._bursts = Bursts(self._runner, self.scheduler, config.stream_seconds)
         self._closing = self._warm = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
-        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], bool]] = queue.SimpleQueue()
+        self._ahead: Callable[[], None] | None = None  # waits for a step of prompts and records its tokens
         self._outbox: Outbox = []
         self.thread = threading.Thread(target=self._work, name="engine-decode", daemon=True)
 
-    def post(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` in the decode loop's thread, between two steps."""
+    def post(self, command: Callable[[], T], *, recorded: bool = True) -> Future[T]:
+        """Run `command` in the decode loop's thread, between two steps. With `recorded` it finds every token that was
+        computed recorded."""
         future: Future[T] = Future()
         with self._lock:
             if self.ended.done():
                 raise EngineUnavailable("the engine has stopped", hint="start it again; its log tells why it stopped")
-            self._inbox.put((future, command))
+            self._inbox.put((future, command, recorded))
         return future
 
     def prepare(self, update: Update) -> Ready:
@@ -205,10 +207,10 @@ class DecodeLoop:
 
     def _take_commands(self, wait: bool) -> None:
         while wait or not self._inbox.empty():
-            future, command = self._next_command()
+            future, command, recorded = self._next_command()
             wait = False
-            if self._bursts is not None and self._bursts.flying:
-                self._land(self._bursts, go_on=False)  # a command finds every token recorded
+            if recorded:
+                self._record_all()
             if not future.set_running_or_notify_cancel():
                 continue  # the sender has gone
             try:
@@ -216,7 +218,7 @@ class DecodeLoop:
             except Exception as error:  # the sender handles it; the decode loop goes on
                 future.set_exception(error)
 
-    def _next_command(self) -> tuple[Future[Any], Callable[[], Any]]:
+    def _next_command(self) -> tuple[Future[Any], Callable[[], Any], bool]:
         try:
             return self._inbox.get(timeout=GAP_SECONDS)
         except queue.Empty:
@@ -234,27 +236,52 @@ class DecodeLoop:
         self._clean_pages()
         work = self.scheduler.schedule(policy)
         self._copy_pages()
+        if self._ahead is not None and not (work and all(item.count != 1 for item in work)):
+            self._record_all()  # whoever has its first token now joins the others
+            return True
         if not work:
             return False
         if self._bursts is not None and self._bursts.start(work, policy):
             return True
+        record = self._launch(work, policy)
+        self._record_all()
+        self._ahead = record
+        if self._bursts is None or not self.scheduler.filled:
+            self._record_all()
+        return True
+
+    def _record_all(self) -> None:
+        """Waits for what the device computes, and records it."""
+        if self._bursts is not None and self._bursts.flying:
+            self._land(self._bursts, go_on=False)
+        if self._ahead is not None:
+            record, self._ahead = self._ahead, None
+            record()
+
+    def _launch(self, work: list[Work], policy: PolicyRef) -> Callable[[], None]:
+        """Starts a step. The result waits for its tokens and records them; for the scheduler its positions are computed
+        from now on, because the device runs everything in order."""
         started = time.time()
         output = self._runner.run(work)
         complete = [item for item in output.work if item.completes]
-        # this waits for the device
         draws = [draw for item in complete for draw in item.draws]
-        drawn = sample(output.logits, draws)
+        wait = begin_sample(output.logits, draws)
         counts = [item.generation.request.top_logprobs for item in complete for _ in range(1 + len(item.drafts))]
-        best = most_likely(output.logits, draws, counts)
-        rows: list[_Row] = list(zip(*drawn, best, strict=True))
-        wrong: dict[int, int] = {}
-        if len(rows) > len(complete):
-            rows, wrong = self._accept(complete, rows, policy)
-        self.scheduler.advance(output.work, output.host_routes(), policy, wrong)
-        self._record(zip([item.generation for item in complete], rows, strict=True), policy)
-        computed = sum(item.count for item in work)
-        self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
-        return True
+        best, routes = most_likely(output.logits, draws, counts), output.host_routes()
+        guessed = len(draws) > len(complete)
+        if not guessed:
+            self.scheduler.advance(output.work, routes, policy)
+
+        def record() -> None:
+            rows: list[_Row] = list(zip(*wait(), best, strict=True))
+            if guessed:
+                rows, wrong = self._accept(complete, rows, policy)
+                self.scheduler.advance(output.work, routes, policy, wrong)
+            self._record(zip([item.generation for item in complete], rows, strict=True), policy)
+            computed = sum(item.count for item in work)
+            self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
+
+        return record
 
     def _land(self, bursts: Bursts, *, go_on: bool) -> None:
         """Records the burst on its way. With `go_on` the next one is launched before."""

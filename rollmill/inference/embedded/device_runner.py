@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.decode_pass import decode_pass, fits
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.narrow import fits, narrow_pass
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
 from rollmill.inference.embedded.plans import MOST_GRAPHS, Prefill, buffer, cut, make_plan, most_tokens, room, shape_of
 from rollmill.inference.embedded.runner import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
@@ -38,7 +38,7 @@ class DeviceRunner:
         """`longest` is the number of positions of the longest possible context."""
         self.model = model
         self._cache, self.graphs = cache, model.recordable
-        self.narrow = True  # whether small batches have a pass of their own, with other bits
+        self.joined = True  # whether decode steps have a pass of their own, with other bits (`decode_pass`)
         self._pages, self._most_tokens = -(-longest // cache.block_size), most_tokens(model.config)
         self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for
         self._last: _Decode | None = None  # of the last burst
@@ -65,8 +65,8 @@ class DeviceRunner:
                 self._prefills[shape] = Prefill(self.model, self._cache, *shape, self._pages)
             return self._prefills[shape].run(work, self._graph_pool())
         plan, tile = make_plan(self._cache, work), tile_positions(self._cache.group)
+        rows_M = _copied(sampled_rows(work), self._cache.device)
         output = self.model(plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, tile, self.model.exact))
-        rows_M = torch.tensor(sampled_rows(work), dtype=torch.int64).to(output.hidden.device, non_blocking=True)
         logits_MV = fp32_logits(self.model, output.hidden.index_select(0, rows_M))
         return logits_MV, narrow_routes(output.routes, self.model.config)
 
@@ -99,8 +99,14 @@ class DeviceRunner:
     def _decode(self, rows: int) -> _Decode:
         size = 1 << (rows - 1).bit_length()
         if size not in self._decodes:
-            self._decodes[size] = _Decode(self.model, self._cache, size, self._pages, self.narrow)
+            self._decodes[size] = _Decode(self.model, self._cache, size, self._pages, self.joined)
         return self._decodes[size]
+
+
+def _copied(rows: list[int], device: torch.device) -> Tensor:
+    """int64, from pinned memory: so the copy waits for nothing that was launched before."""
+    host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 class _Host:
@@ -149,7 +155,7 @@ class _Output(NamedTuple):
 class _Decode:
     """Steps of up to `size` sequences with one new position each, in memory that does not move."""
 
-    def __init__(self, model: Decoder, cache: KVCache, size: int, pages: int, narrow: bool = True) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, size: int, pages: int, joined: bool = True) -> None:
         self._model, device = model, model.embedding.device
         # what a step changes comes first: a burst that goes on after another one is given only the rest
         layout = [(2,), (size,), (size,), (size, 4), (size,), (size, pages), (size,), (size,), (2 * size,)]
@@ -161,7 +167,7 @@ class _Decode:
         )
         self._plan = Plan(tokens_B, positions_B, sequences_B, tiles_B4, tables_BP)
         self._attend = TritonAttention(cache, self._plan, 1, model.exact)
-        self._cache, self._narrow = cache, narrow and fits(model, size)
+        self._cache, self._joined = cache, joined and fits(model)
         pinned = torch.cuda.is_available()
         drawn = (2, LONGEST_BURST, size)  # tokens, and the bits of log-probs
         self._drawn = torch.empty(drawn, dtype=torch.int32, device=device)
@@ -215,11 +221,10 @@ class _Decode:
             graph.replay()
 
     def _forward(self) -> _Output:
-        if self._narrow:
-            logits_MV = fp32_logits(self._model, narrow_pass(self._model, self._cache, self._plan))
-            draw_and_move(logits_MV, self._steps)
-            return _Output(logits_MV, None)
-        output = self._model(self._plan.tokens_N, self._plan.positions_N, self._attend)
+        if self._joined:
+            output = decode_pass(self._model, self._cache, self._plan)
+        else:
+            output = self._model(self._plan.tokens_N, self._plan.positions_N, self._attend)
         logits_MV = fp32_logits(self._model, output.hidden)
         routes = narrow_routes(output.routes, self._model.config)
         if routes is not None:

@@ -93,7 +93,7 @@ class EmbeddedEngine:
         generation.grammar = grammar
         finish = None
         try:
-            entering = self._decoding.post(lambda: self._decoding.enter(generation))
+            entering = self._decoding.post(lambda: self._decoding.enter(generation), recorded=False)
             entering.add_done_callback(lambda done: self._tell_of_error(generation, done))
             while finish is None:
                 chunk = await chunks.get()

@@ -113,6 +113,14 @@ class Generation:
         self.parent_of(page + count, policy, size)
         return self._keys[page + 1 : page + count + 1]
 
+    def learn_keys(self, other: Generation, policy: PolicyRef, size: int) -> None:
+        """Takes the keys of full pages that `other` has computed for the same tokens: a group hashes its prompt
+        once."""
+        known = 0 if self._keys_policy is not policy else len(self._keys)
+        same = (len(other._keys) - 1) * size
+        if other._keys_policy is policy and len(other._keys) > known and other.tokens[:same] == self.tokens[:same]:
+            self._keys, self._keys_policy = list(other._keys), policy
+
     def release(self) -> None:
         """Its pages are gone: the context is computed again, with routes as they were reported."""
         self.blocks, self.computed, self.oldest, self.named = [], 0, None, 0

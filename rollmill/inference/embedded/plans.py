@@ -25,7 +25,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.device import uncollected
 
 MOST_SEQUENCES, MOST_GRAPHS = 128, 32  # of a recorded step, and of such steps
-_LAUNCH_SECONDS, _OPERATIONS = 8e-4, 4e14  # of a layer's launches from Python; per second
+_LAUNCH_SECONDS, _OPERATIONS = 2e-3, 4e14  # of a layer's launches from Python, while other threads run; per second
 
 
 def make_plan(cache: KVCache, work: Sequence[Work]) -> Plan:

@@ -2,6 +2,7 @@
 
     start     a request is admitted: it goes on from its session's last turn, if that is still there
     extend    before it computes: takes the pages that hold the next positions of its context, or waits for them
+    join      another one has computed the same context: takes all its pages
     promise   it computes the rest of its context: others with the same prefix wait for its pages
     publish   after a step: its new full pages, and the end of its prompt, can be found by content
     leave     it has finished: the next turn of its session may go on from its pages
@@ -47,33 +48,50 @@ class Prefixes:
             self._count(generation, len(context.tokens))
 
     def finds_next(self, generation: Generation) -> bool:
-        """Whether the page after its last one is there, so that `extend` gets it further."""
+        """Whether the page after its last one is there or promised, so that `extend` may get it further."""
         policy, length = self._policy, min(self._size, generation.missing)
         if policy is None or not self._at_boundary(generation) or not generation.is_pure(policy):
             return False
-        return self._pages.find(generation.key_of(len(generation.blocks), length, policy, self._size)) is not None
+        key = generation.key_of(len(generation.blocks), length, policy, self._size)
+        return self._pages.find(key) is not None or self._promises.get(key, generation) is not generation
 
-    def extend(self, generation: Generation) -> bool:
-        """Takes the pages that hold the next positions. False: another request computes them; wait for it."""
+    def extend(self, generation: Generation) -> Generation | None:
+        """Takes the pages that hold the next positions. Returns the request that computes them, if it has to wait for
+        one."""
         policy, size = self._policy, self._size
         assert policy is not None
         if not self._at_boundary(generation) or not generation.is_pure(policy):
-            return True
+            return None
         self._take_full_pages(generation, policy)
         if generation.missing <= 1:
-            return True
+            return None
         length = min(size, generation.missing)
         key = generation.key_of(len(generation.blocks), length, policy, size)
         page = self._pages.find(key)
         if page is not None:  # the last position is computed again: it gives the next token
             self._copy(generation, page, length - 1)
-            return True
+            return None
         other = self._promises.get(key)
         # production does not wait for a rollout, which may have to wait itself
         if other is not None and other is not generation and other.is_rollout <= generation.is_rollout:
-            return False
+            generation.learn_keys(other, policy, size)
+            return other
         self._copy_part(generation, length - 1)
-        return True
+        return None
+
+    def join(self, generation: Generation, other: Generation) -> None:
+        """`other` has computed the same context with the served policy: takes its full pages, and a copy of the last
+        one, to which both will write. If there is no page for it, its positions are computed again."""
+        size, first = self._size, len(generation.blocks)
+        full = len(generation.tokens) // size
+        pages, count = other.blocks[first:full], full * size - generation.computed
+        self._pages.hold(pages)
+        if len(generation.tokens) % size and self._pages.available:
+            target = self._pages.take(1)[0]
+            self.copies.append((other.blocks[full], target))
+            self.routes.copy(other.blocks[full], target)
+            pages, count = [*pages, target], len(generation.tokens) - generation.computed
+        self._reuse(generation, pages, count)
 
     def _take_full_pages(self, generation: Generation, policy: PolicyRef) -> None:
         """All that are found, but not one that would leave nothing to compute."""
@@ -97,12 +115,11 @@ class Prefixes:
         assert policy is not None
         if generation.promised or not generation.is_pure(policy):
             return
-        generation.parent_of(len(generation.tokens) // size, policy, size)  # all keys at once
-        for start in range(generation.computed // size * size, len(generation.tokens), size):
-            length = min(size, len(generation.tokens) - start)
-            key = generation.key_of(start // size, length, policy, size)
-            if self._promises.setdefault(key, generation) is generation:
-                generation.promised.append(key)
+        first, full = generation.computed // size, len(generation.tokens) // size
+        keys = generation.full_keys(first, full - first, policy, size)
+        if len(generation.tokens) % size:
+            keys.append(generation.key_of(full, len(generation.tokens) % size, policy, size))
+        generation.promised = [key for key in keys if self._promises.setdefault(key, generation) is generation]
 
     def withdraw(self, generation: Generation) -> None:
         """Nobody waits for it any more."""
@@ -116,9 +133,14 @@ class Prefixes:
         if not generation.is_pure(policy):
             return
         size, computed = self._size, generation.computed
-        while generation.named < computed // size:
-            self._name(generation, generation.named, size, policy)
-            generation.named += 1
+        first, full = generation.named, computed // size
+        if full > first:
+            keys = generation.full_keys(first, full - first, policy, size)
+            for page, key in zip(generation.blocks[first:full], keys, strict=True):
+                self._pages.name(page, key)
+                if self._promises.get(key) is generation:
+                    del self._promises[key]
+            generation.named = full
         if generation.promised and not generation.missing:
             if computed % size:
                 self._name(generation, generation.named, computed % size, policy)

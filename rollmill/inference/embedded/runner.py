@@ -45,7 +45,7 @@ class StepOutput:
 
 def sampled_rows(work: Sequence[Work]) -> list[int]:
     """The positions after which a token is drawn: the last of each work that completes its context, and before it one
-    per guessed token."""
+    per guessed token. A twin has no positions, so its row is that of the work before it."""
     ends = itertools.accumulate(item.count for item in work)
     return [
         row
@@ -114,15 +114,16 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:
-        ordered = sorted(work, key=self._shape)
-        tokens = [token for item in ordered for token in item.tokens]
+        computed = sorted((item for item in work if item.twin_of is None), key=self._shape)
+        tokens = [token for item in computed for token in item.tokens]
         attend: PagedAttention | ExactPagedAttention
         if self.model.exact:
-            attend = ExactPagedAttention(self._cache, ordered)
+            attend = ExactPagedAttention(self._cache, computed)
         else:
-            attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(ordered, self._shape)])
+            attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(computed, self._shape)])
         device = self._cache.device
         output = self.model(torch.tensor(tokens, device=device), attend.positions, attend)
+        ordered = _with_twins(computed, work)
         rows = torch.tensor(sampled_rows(ordered), dtype=torch.long, device=device)
         hidden_MW = output.hidden.index_select(0, rows)
         return StepOutput(ordered, narrow_routes(output.routes, self.model.config), fp32_logits(self.model, hidden_MW))
@@ -131,6 +132,12 @@ class Runner:
         """Work of the same shape is padded together: within a factor of two in new positions and in pages."""
         pages = -(-(item.start + item.count) // self._cache.block_size)
         return (item.count - 1).bit_length(), (pages - 1).bit_length()
+
+
+def _with_twins(computed: Sequence[Work], work: Sequence[Work]) -> list[Work]:
+    """Each work, followed by its twins."""
+    twins = [item for item in work if item.twin_of is not None]
+    return [one for item in computed for one in (item, *(twin for twin in twins if twin.twin_of is item.generation))]
 
 
 class PagedAttention:

@@ -9,7 +9,7 @@ Temperature 0 takes the most likely token and records its log-prob at temperatur
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,6 +64,25 @@ def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
     return Drawn(*(list(column) for column in zip(*(one for _, one in rows), strict=True)))
 
 
+def begin_sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Callable[[], Drawn]:
+    """`sample`, but its result waits. On CUDA nothing waits before, if all rows have nothing but a temperature."""
+    if not logits_MV.is_cuda or not draws or not all(is_plain(draw) for draw in draws):
+        drawn = sample(logits_MV, draws)
+        return lambda: drawn
+    host_2M = torch.empty((2, len(draws)), dtype=torch.int32, pin_memory=True)
+    tokens_M, logprobs_M = _draw_plain(logits_MV, draws)
+    host_2M[0].copy_(tokens_M, non_blocking=True)
+    host_2M[1].copy_(logprobs_M.view(torch.int32), non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Drawn:
+        copied.synchronize()
+        return Drawn(host_2M[0].tolist(), host_2M[1].view(torch.float32).tolist(), [b""] * len(draws))
+
+    return wait
+
+
 def _sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
     if not draws:
         return Drawn([], [], [])
@@ -77,15 +96,21 @@ def _sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
 
 
 def _sample_plain(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
+    tokens_M, logprobs_M = _draw_plain(logits_MV, draws)
+    return Drawn(tokens_M.tolist(), logprobs_M.tolist(), [b""] * len(draws))
+
+
+def _draw_plain(logits_MV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     from rollmill.inference.embedded.sampler_triton import draw as draw_rows
 
     device = logits_MV.device
     seeds = np.array([draw.seed for draw in draws], dtype=np.uint64).view(np.int64)
     positions = np.array([draw.position - 1 for draw in draws], dtype=np.int32)
     temperatures = np.array([draw.sampling.temperature for draw in draws], dtype=np.float32)
-    given = [torch.from_numpy(each).to(device, non_blocking=True) for each in (seeds, positions, temperatures)]
-    tokens_M, logprobs_M = draw_rows(logits_MV, *given)
-    return Drawn(tokens_M.tolist(), logprobs_M.tolist(), [b""] * len(draws))
+    given = [torch.from_numpy(each) for each in (seeds, positions, temperatures)]
+    if logits_MV.is_cuda:  # a copy from memory that is not pinned may wait for all that was launched
+        given = [each.pin_memory() for each in given]
+    return draw_rows(logits_MV, *(each.to(device, non_blocking=True) for each in given))
 
 
 def _kept(logprobs_MV: Tensor, draws: Sequence[Draw]) -> list[bytes] | None:

@@ -31,12 +31,16 @@ DRAFTING_BATCH = 4  # requests; a step with more of them takes longer for every 
 
 @dataclass(frozen=True)
 class Work:
-    """Compute positions [start, start + count) of a generation's context, which ends with guessed tokens."""
+    """Compute positions [start, start + count) of a generation's context, which ends with guessed tokens.
+
+    A twin has the same context as the generation of the work before it, which computes it: it computes nothing, and its
+    token is drawn from the same logits."""
 
     generation: Generation
     start: int
     count: int
     drafts: tuple[int, ...] = ()
+    twin_of: Generation | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -73,6 +77,7 @@ class Scheduler:
         devices on which a step with prompts costs much more than one without."""
         self._config, self._draft_tokens, self._prompts_first = config, draft_tokens, prompts_first
         self._prompt_steps = 0  # since running rollouts were computed
+        self.filled = False  # prompts filled the last step: there may be more of them
         self.pages = Pages(config.cache_tokens // config.block_size, config.block_size)
         self.prefixes = Prefixes(self.pages)
         self.running: dict[int, Generation] = {}  # by number
@@ -113,35 +118,55 @@ class Scheduler:
         return work
 
     def _choose(self) -> list[Work]:
+        running = sorted(self.running.values(), key=lambda one: (one.is_rollout, one.number))
+        if not self._prompts_first:
+            work, _ = self._take(running, self._config.prefill_chunk)
+        else:
+            rollouts = [one for one in running if one.missing == 1 and one.is_rollout]
+            first = [one for one in running if one.missing > 1 or not one.is_rollout]
+            work, budget = self._take(first, self._config.prefill_chunk)
+            self.filled = budget <= 0
+            if self.filled and rollouts and self._prompt_steps < PROMPT_STEPS:
+                self._prompt_steps += 1
+            else:  # running rollouts wait only for prompts that fill whole steps, and only for a few of them
+                self._prompt_steps = 0
+                work += self._take(rollouts, budget)[0]
+        gone = {item.generation.number for item in work} - self.running.keys()  # an earlier one has taken their pages
+        if not gone:
+            return work
+        return [
+            item
+            for item in work
+            if item.generation.number not in gone and (item.twin_of is None or item.twin_of.number not in gone)
+        ]
+
+    def _take(self, generations: Sequence[Generation], budget: int) -> tuple[list[Work], int]:
+        """Their work, as far as `budget` positions of prompts allow, and what is left of the budget."""
         work: list[Work] = []
-        budget = self._config.prefill_chunk
-        for generation in sorted(self.running.values(), key=lambda one: (one.is_rollout, one.number)):
-            if generation.number not in self.running:
-                continue  # an earlier generation has taken its pages
-            if generation.missing == 1:
+        computes: dict[int, tuple[Work, list[Work]]] = {}  # by number: prompts, and their twins
+        for generation in generations:
+            missing = generation.missing
+            if generation.number not in self.running or not missing:
+                continue  # an earlier generation has taken its pages, or its token is on its way
+            if missing == 1:
                 drafts = self._drafts(generation)
                 if self._reserve(generation, generation.computed + 1 + len(drafts)):
                     work.append(Work(generation, generation.computed, 1 + len(drafts), drafts))
             elif budget <= 0 and not self.prefixes.finds_next(generation):
                 continue
-            elif self.prefixes.extend(generation):  # otherwise it waits for pages that another one computes
+            elif (other := self.prefixes.extend(generation)) is not None:  # it waits for pages that another computes
+                if other.number in computes and computes[other.number][0].generation.tokens == generation.tokens:
+                    twin = Work(generation, len(generation.tokens), 0, twin_of=other)
+                    computes[other.number][1].append(twin)
+            else:
                 count = self._piece(generation, budget)
                 if count and self._reserve(generation, generation.computed + count):
                     budget -= count if generation.missing > 1 else 0
                     work.append(Work(generation, generation.computed, count))
                     self.prefixes.promise(generation)
-        if self._prompts_first:
-            work = self._without_rollouts(work, full=budget <= 0)
-        return [item for item in work if item.generation.number in self.running]
-
-    def _without_rollouts(self, work: list[Work], *, full: bool) -> list[Work]:
-        """If prompts fill the step: only they, and production. Running rollouts come after a few such steps."""
-        prompts = [item for item in work if item.count > 1 or not item.generation.is_rollout]
-        if not full or len(prompts) == len(work) or self._prompt_steps >= PROMPT_STEPS:
-            self._prompt_steps = 0
-            return work
-        self._prompt_steps += 1
-        return prompts
+                    if work[-1].completes:
+                        computes[generation.number] = work[-1], []
+        return [one for item in work for one in (item, *computes.get(item.generation.number, (item, []))[1])], budget
 
     def _drafts(self, generation: Generation) -> tuple[int, ...]:
         """Guessed tokens. None for a large batch, which has no time to spare, nor where they would take pages of
@@ -170,6 +195,9 @@ class Scheduler:
         size, start = self._config.block_size, 0
         for item in work:
             generation, count = item.generation, item.count - wrong.get(item.generation.number, 0)
+            if item.twin_of is not None:
+                self.prefixes.join(generation, item.twin_of)
+                continue
             generation.advance(count, None if routes is None else routes[start : start + count], policy)
             if count > 1 or generation.computed % size == 0:
                 self.prefixes.publish(generation, policy)
