@@ -133,11 +133,12 @@ class GenerateChunk:
     timing: Mapping[str, float] = field(default_factory=dict)
 
 
-def check_request(request: GenerateRequest, vocab_size: int) -> None:
-    """Raises EngineError for a context or a bias that is not of this vocabulary."""
+def check_request(request: GenerateRequest, vocab_size: int, known: list[int] | None = None) -> None:
+    """Raises EngineError for a context or a bias that is not of this vocabulary. `known` is a context that was checked:
+    the prompt of a group is looked at once."""
     if not request.tokens:
         raise EngineError("a request needs at least one token of context")
-    if min(request.tokens) < 0 or max(request.tokens) >= vocab_size:
+    if request.tokens != known and (min(request.tokens) < 0 or max(request.tokens) >= vocab_size):
         raise EngineError(
             f"token ids must be from 0 to {vocab_size - 1}",
             hint="was the context made with another model's tokenizer?",

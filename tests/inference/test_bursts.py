@@ -61,7 +61,7 @@ class Stepwise:
         self._rows: list[Row | None] = []
         self._given: list[np.ndarray] = []  # routes of the last launches
 
-    def warm_up(self, rows: int) -> None:
+    def warm_up(self, rows: int, tokens: int) -> None:
         pass
 
     def run(self, work: Sequence[Work]) -> StepOutput:

@@ -6,6 +6,9 @@
     pause, resume          ┘                    3  send fresh tokens: one call for all of them
             chunks ◄────────────────────────────
 
+While prompts fill whole steps on CUDA, the next step is scheduled and launched before the last one is recorded: the
+device does not wait for the host.
+
 Weights change between two steps, never inside one, and no request is dropped for it. A generation goes on with the
 keys and values that older weights wrote, and says so (`oldest_kv_policy`); with `recompute_kv` it computes its context
 again. A new request of another session finds only keys and values of the served weights (`prefixes`).
@@ -13,6 +16,7 @@ again. A new request of another session finds only keys and values of the served
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import queue
@@ -158,8 +162,11 @@ class DecodeLoop:
         seconds = time.monotonic() - started
         self._activity.applied(seconds)
         if isinstance(self._runner, BurstRunner) and not self._warm:
-            self._runner.warm_up(self._config.max_batch)
+            self._runner.warm_up(self._config.max_batch, self._config.prefill_chunk)
             self._warm = True
+            # what is in memory now stays; to look at all of it again, garbage collection would stop the loop for 0.1 s
+            gc.collect()
+            gc.freeze()
         for generation in self.scheduler.everyone():
             self._refuse_other_line(generation)
         return Applied(seconds, len(self.scheduler.running))
@@ -197,6 +204,7 @@ class DecodeLoop:
     def _end(self, failure: Exception | None) -> None:
         """Answers all waiting requests and commands, so that nobody waits forever."""
         self._activity.rest()
+        gc.unfreeze()
         why = EngineUnavailable("the engine is shutting down" if failure is None else f"the engine broke: {failure!r}")
         with self._lock:
             self.ended.set_exception(failure) if failure else self.ended.set_result(None)

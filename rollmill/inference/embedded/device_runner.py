@@ -23,12 +23,24 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.decode_pass import decode_pass, fits
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
-from rollmill.inference.embedded.plans import MOST_GRAPHS, Prefill, buffer, cut, make_plan, most_tokens, room, shape_of
+from rollmill.inference.embedded.plans import (
+    MOST_GRAPHS,
+    MOST_SEQUENCES,
+    RECORDED_RUN,
+    Prefill,
+    buffer,
+    cut,
+    make_plan,
+    most_tokens,
+    room,
+    rounded,
+    shape_of,
+)
 from rollmill.inference.embedded.runner import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.sampler_triton import Steps, draw_and_move
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
-from rollmill.models.device import uncollected
+from rollmill.models.device import recording
 
 LONGEST_BURST = 16  # steps
 
@@ -61,14 +73,17 @@ class DeviceRunner:
         """(FP32 logits of the sampled rows, routes)."""
         shape = shape_of(work, self._most_tokens)
         if shape is not None and (shape in self._prefills or len(self._prefills) < MOST_GRAPHS):
-            if shape not in self._prefills:
-                self._prefills[shape] = Prefill(self.model, self._cache, *shape, self._pages)
-            return self._prefills[shape].run(work, self._graph_pool())
+            return self._prefill_of(shape).run(work, self._graph_pool())
         plan, tile = make_plan(self._cache, work), tile_positions(self._cache.group)
         rows_M = _copied(sampled_rows(work), self._cache.device)
         output = self.model(plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, tile, self.model.exact))
         logits_MV = fp32_logits(self.model, output.hidden.index_select(0, rows_M))
         return logits_MV, narrow_routes(output.routes, self.model.config)
+
+    def _prefill_of(self, shape: tuple[int, int]) -> Prefill:
+        if shape not in self._prefills:
+            self._prefills[shape] = Prefill(self.model, self._cache, *shape, self._pages)
+        return self._prefills[shape]
 
     @torch.inference_mode()
     def launch(
@@ -86,9 +101,14 @@ class DeviceRunner:
         return self._last.fetch(len(rows), steps)
 
     @torch.inference_mode()
-    def warm_up(self, rows: int) -> None:
+    def warm_up(self, rows: int, tokens: int) -> None:
         for power in range((rows - 1).bit_length() + 1):
             self.launch([None] * (1 << power), [0] * (1 << power), 2)()
+        for count in (tokens, tokens * 3 // 4, tokens // 2, tokens // 4):
+            if 0 < count <= self._most_tokens:
+                prefill = self._prefill_of(rounded(count, MOST_SEQUENCES))
+                for _ in range(RECORDED_RUN):
+                    prefill.run([], self._graph_pool())
 
     def _graph_pool(self) -> Any:
         """None if steps are not recorded."""
@@ -214,8 +234,7 @@ class _Decode:
             self.output = self._forward()
         else:
             graph = torch.cuda.CUDAGraph()
-            # other threads may prepare weights meanwhile; that is not recorded
-            with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with recording(graph, pool):
                 self.output = self._forward()
             self._graph = graph
             graph.replay()

@@ -65,6 +65,7 @@ class EmbeddedEngine:
         self._decoding = DecodeLoop(model, config, self._activity, self._send, device=where, form=form, exact=exact)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = 0
+        self._checked: list[int] = []  # the context that was checked last
         self._applying = asyncio.Lock()
 
     async def __aenter__(self) -> EmbeddedEngine:
@@ -83,13 +84,14 @@ class EmbeddedEngine:
         return self._decoding.ended
 
     async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
-        check_request(request, self._vocab_size)
+        check_request(request, self._vocab_size, self._checked)
         if len(request.tokens) >= self._context_limit:
             yield GenerateChunk([], [], [], [], finish="length")  # no room for a token: that is data, not an error
             return
         chunks: asyncio.Queue[GenerateChunk | Exception] = asyncio.Queue()
         grammar = await asyncio.to_thread(self._grammar, request) if request.sampling.grammar is not None else None
         generation = self._generation(request, stream, chunks)
+        self._checked = generation.tokens[:]  # a copy: the generation's own list grows
         generation.grammar = grammar
         finish = None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -113,13 +114,9 @@ class Generation:
         self.parent_of(page + count, policy, size)
         return self._keys[page + 1 : page + count + 1]
 
-    def learn_keys(self, other: Generation, policy: PolicyRef, size: int) -> None:
-        """Takes the keys of full pages that `other` has computed for the same tokens: a group hashes its prompt
-        once."""
-        known = 0 if self._keys_policy is not policy else len(self._keys)
-        same = (len(other._keys) - 1) * size
-        if other._keys_policy is policy and len(other._keys) > known and other.tokens[:same] == self.tokens[:same]:
-            self._keys, self._keys_policy = list(other._keys), policy
+    def learn_keys(self, other: Generation) -> None:
+        """Takes the keys of full pages from `other`, whose context is the same: a group hashes its prompt once."""
+        self._keys, self._keys_policy = list(other._keys), other._keys_policy
 
     def release(self) -> None:
         """Its pages are gone: the context is computed again, with routes as they were reported."""
@@ -183,10 +180,11 @@ class Generation:
     def chunk(self, finish: FinishReason | None = None) -> GenerateChunk:
         """A chunk with everything not sent yet."""
         policies = list(dict.fromkeys(policy for policy, _ in self._policies))
+        numbers = (count * [policies.index(policy)] for policy, count in self._policies)
         chunk = GenerateChunk(
             tokens=self.tokens[self._sent :],
             logprobs=self._logprobs,
-            policy=[number for policy, count in self._policies for number in [policies.index(policy)] * count],
+            policy=list(itertools.chain.from_iterable(numbers)),
             policies=policies,
             kept=self._kept,
             routes_start=self._routes_sent,

@@ -22,9 +22,10 @@ from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import ModelConfig
 from rollmill.models.counts import active_parameters
 from rollmill.models.decoder import Decoder
-from rollmill.models.device import uncollected
+from rollmill.models.device import recording
 
 MOST_SEQUENCES, MOST_GRAPHS = 128, 32  # of a recorded step, and of such steps
+RECORDED_RUN = 3  # of a shape; many shapes never return
 _LAUNCH_SECONDS, _OPERATIONS = 2e-3, 4e14  # of a layer's launches from Python, while other threads run; per second
 
 
@@ -51,8 +52,15 @@ def shape_of(work: Sequence[Work], most: int) -> tuple[int, int] | None:
     tokens, sequences = sum(item.count for item in work), len(work)
     if tokens > most or sequences > MOST_SEQUENCES:
         return None
-    step = max(32, (1 << tokens.bit_length()) >> 3)
-    return -(-tokens // step) * step, 1 << (sequences - 1).bit_length()
+    return rounded(tokens, sequences)
+
+
+def rounded(tokens: int, sequences: int) -> tuple[int, int]:
+    """Few shapes, so that they return soon: tokens are a power of two or three quarters of it; sequences 1, 16, or
+    MOST_SEQUENCES."""
+    power = max(32, 1 << (tokens - 1).bit_length())
+    room = next(size for size in (1, 16, MOST_SEQUENCES) if sequences <= size)
+    return power * 3 // 4 if tokens <= power * 3 // 4 else power, room
 
 
 class Prefill:
@@ -91,12 +99,11 @@ class Prefill:
 
     def _step(self, pool: Any) -> tuple[Tensor, Tensor | None]:
         self._runs += 1
-        if pool is None or self._runs <= 2:  # most shapes never return
+        if pool is None or self._runs < RECORDED_RUN:
             return self._forward()
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
-            # other threads may prepare weights meanwhile; that is not recorded
-            with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with recording(graph, pool):
                 self._output = self._forward()
             self._graph = graph
         assert self._output is not None

@@ -74,7 +74,6 @@ class Prefixes:
         other = self._promises.get(key)
         # production does not wait for a rollout, which may have to wait itself
         if other is not None and other is not generation and other.is_rollout <= generation.is_rollout:
-            generation.learn_keys(other, policy, size)
             return other
         self._copy_part(generation, length - 1)
         return None

@@ -54,8 +54,7 @@ def _draw_row(x_ptr, vocabulary, temperature, uniform, BLOCK: tl.constexpr, BLOC
     top, total = -1e30, 0.0
     number = tl.arange(0, BLOCKS)
     tops, masses = tl.full([BLOCKS], -1e30, tl.float32), tl.zeros([BLOCKS], tl.float32)
-    # as in head_triton._row_sums; the next blocks are loaded while one is summed
-    for start in tl.range(0, vocabulary, BLOCK, num_stages=3):
+    for start in range(0, vocabulary, BLOCK):  # as in head_triton._row_sums
         column = start + tl.arange(0, BLOCK)
         x = tl.div_rn(tl.load(x_ptr + column, column < vocabulary, -float("inf")), divisor)
         higher = tl.maximum(top, tl.max(x, 0))

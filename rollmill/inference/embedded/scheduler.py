@@ -143,7 +143,7 @@ class Scheduler:
     def _take(self, generations: Sequence[Generation], budget: int) -> tuple[list[Work], int]:
         """Their work, as far as `budget` positions of prompts allow, and what is left of the budget."""
         work: list[Work] = []
-        computes: dict[int, tuple[Work, list[Work]]] = {}  # by number: prompts, and their twins
+        twins: dict[int, list[Work]] = {}  # of each prompt that is computed to its end, by number
         for generation in generations:
             missing = generation.missing
             if generation.number not in self.running or not missing:
@@ -155,9 +155,10 @@ class Scheduler:
             elif budget <= 0 and not self.prefixes.finds_next(generation):
                 continue
             elif (other := self.prefixes.extend(generation)) is not None:  # it waits for pages that another computes
-                if other.number in computes and computes[other.number][0].generation.tokens == generation.tokens:
-                    twin = Work(generation, len(generation.tokens), 0, twin_of=other)
-                    computes[other.number][1].append(twin)
+                if other.tokens == generation.tokens:
+                    generation.learn_keys(other)
+                    if other.number in twins:
+                        twins[other.number].append(Work(generation, len(generation.tokens), 0, twin_of=other))
             else:
                 count = self._piece(generation, budget)
                 if count and self._reserve(generation, generation.computed + count):
@@ -165,8 +166,8 @@ class Scheduler:
                     work.append(Work(generation, generation.computed, count))
                     self.prefixes.promise(generation)
                     if work[-1].completes:
-                        computes[generation.number] = work[-1], []
-        return [one for item in work for one in (item, *computes.get(item.generation.number, (item, []))[1])], budget
+                        twins[generation.number] = []
+        return [one for item in work for one in (item, *twins.get(item.generation.number, ()))], budget
 
     def _drafts(self, generation: Generation) -> tuple[int, ...]:
         """Guessed tokens. None for a large batch, which has no time to spare, nor where they would take pages of
