@@ -306,7 +306,7 @@ def measure(
     for name, value in figures.items():
         measured.setdefault(f"{name}_{where}", []).append(value)
     told = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
-    CONSOLE.print(f"{where}: {told} ({time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f})")
+    CONSOLE.print(f"{where}: {told} ({time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f})", soft_wrap=True)
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:

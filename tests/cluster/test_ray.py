@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from rollmill.cluster.state import state_of
 from rollmill.demo import CONFIG as DEMO
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
+from tests.cluster.chance import TINY, train_first_stage
 from tests.cluster.ray_nodes import Nodes, ray_nodes
 from tests.e2e.small_run import BRIEF_EVALS, small_run
 from tests.e2e.test_kill import check_stores, digests, finished_ids, stores
@@ -36,7 +36,6 @@ AWAY_S = 120.0  # against hangs only
 LOOK_S = 5.0
 STEPS = 10
 SUPERVISOR = "ray::Supervisor"
-TINY = ("layers=1", "width=32", "heads=2", "kv_heads=1", "head_dim=16", "mlp_width=32", "expert_width=16")
 ROLLMILL = (sys.executable, "-P", "-c", "from rollmill.cli.main import main; main()")
 
 
@@ -186,16 +185,13 @@ def described_run(tmp_path: Path, database_url: str, nodes: Nodes) -> RunDirecto
         f"engines=[{{region='home',kind='{KIND}',token_s=0.15}}]",
         "gateway.replicas=2",
         "dispatcher.replicas=2",
-        *(f"model.{setting}" for setting in TINY),
-        f"modules='{os.getcwd()}'",
-        "rewards=[{kind='calls'},{kind='tests.cluster.chance:Chance'}]",
-        "stages.midtrain.steps=1",
+        *TINY,
         f"stages.rl.steps={STEPS}",
         "stages.rl.groups_per_step=2",
         "stages.rl.training.checkpoint_every=3",
         *BRIEF_EVALS,
     )
-    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(made.path), "midtrain"], check=True)
+    train_first_stage(made)
     describe_run(made)
     (made.path / "run.json").unlink()
     return RunDirectory.open(Path(str(made.home_store)))
