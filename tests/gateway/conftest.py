@@ -29,12 +29,14 @@ from tests.gateway.stand_in import StandIn
 
 USER = {"role": "user", "content": "Fix add."}
 ENGINE = "engine-secret"
+_LONGEST_S = 240.0  # against hangs only: a broken promise may be one
 QUICK = GatewayConfig(engine_wait_s=1.0, health_interval_s=0.02)
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    while not await holds():  # noqa: ASYNC110 - other processes and sockets cannot set an event
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(_LONGEST_S):
+        while not await holds():  # noqa: ASYNC110 - other processes and sockets cannot set an event
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

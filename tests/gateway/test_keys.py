@@ -33,7 +33,7 @@ def test_a_key_is_kept_as_a_hash_and_listed_and_revoked(database_url: str) -> No
     key, secret = store.create(["production", "feedback"], name="website", budget_tokens=10**12, consent="train")
     with database.connect() as connection:
         (row,) = connection.execute(sa.select(keys)).all()
-    assert secret not in str(row) and secret.rpartition("-")[2] not in str(row)
+    assert secret not in str(row) and secret.split("-", 2)[2] not in str(row)  # which may have dashes of its own
     assert store.list() == [key] and key.scopes == {"production", "feedback"}
     store.add_usage({key.id: 2**40, "other": 1})
     assert store.list()[0].used_tokens == 2**40
