@@ -25,7 +25,7 @@ _COMMAND_LINE = (
     "quiet rootfstype=ramfs rdinit=/init panic=-1 mitigations=off nokaslr kpti=off audit=0 cryptomgr.notests"
     # The same addresses in each process: QEMU translates a page of a program once, not once per process. And parts of
     # the kernel that nobody needs here are code that every machine would translate.
-    " norandmaps lsm= psi=0 noautogroup cgroup_disable=memory"
+    " norandmaps lsm= psi=0 noautogroup cgroup_disable=memory cma=0"
 )
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _PORT_NAME = "org.qemu.guest_agent"  # the usual name for such a port
