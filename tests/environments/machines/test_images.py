@@ -123,7 +123,7 @@ async def test_an_image_that_is_gone_is_named_with_the_remedy(image_host: Namesp
 
 
 async def test_an_image_for_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.environments.machines.images.python_platform", lambda: "3.99 linux-other")
+    monkeypatch.setattr("rollmill.environments.machines.images.python_platform", lambda _root=None: "3.99 linux-other")
     with pytest.raises(TaskError, match=r"3\.99"):
         load_image("greeter", None)
 
