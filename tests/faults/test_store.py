@@ -5,15 +5,11 @@ A minute of faults means many failed attempts with pauses. Here the attempts are
 
 from __future__ import annotations
 
-import http.client
-import random
-from http.server import BaseHTTPRequestHandler
-
 import pytest
 
 from benchmarks.relay import Relay
 from tests.faults.world import World
-from tests.storage.serving import Front, new_bucket, port_of, s3_options, s3_server
+from tests.storage.serving import Forgetful, Front, new_bucket, port_of, s3_options, s3_server
 
 PATIENCE = 1.5  # of a client, in seconds
 ATTEMPTS = 15
@@ -48,26 +44,6 @@ def test_a_store_that_fails_for_a_while(world: World, mode: str, said: str) -> N
         world.converge(4)
         world.until(lambda: keeper.problem is None and trainer.problem is None)
         world.check()
-
-
-class Forgetful(Front):
-    """Some answers are lost, although the request was carried out."""
-
-    def __init__(self, behind: str, share: float) -> None:
-        super().__init__(behind)
-        self._dice, self._share = random.Random(1), share
-        self.lost = 0
-
-    def _answer(self, request: BaseHTTPRequestHandler, port: int) -> None:
-        if self._dice.random() >= self._share:
-            return super()._answer(request, port)
-        self.lost += 1
-        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        connection.request(request.command, request.path, body, dict(request.headers))
-        connection.getresponse().read()
-        connection.close()
-        request.close_connection = True
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ import asyncio
 import atexit
 import functools
 import http.client
+import random
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,3 +157,24 @@ class Front:
             request.close_connection = True
         else:
             request.wfile.write(data)
+
+
+class Forgetful(Front):
+    """Some answers are lost, although the request was carried out. Every request takes `delay_s` longer."""
+
+    def __init__(self, behind: str, share: float, delay_s: float = 0.0) -> None:
+        super().__init__(behind)
+        self._dice, self._share, self._delay_s = random.Random(1), share, delay_s
+        self.lost = 0
+
+    def _answer(self, request: BaseHTTPRequestHandler, port: int) -> None:
+        time.sleep(self._delay_s)
+        if self._dice.random() >= self._share:
+            return super()._answer(request, port)
+        self.lost += 1
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(request.command, request.path, body, dict(request.headers))
+        connection.getresponse().read()
+        connection.close()
+        request.close_connection = True
