@@ -9,9 +9,14 @@ from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT, report_run
 from rollmill.cluster.run import RunDirectory
 from rollmill.evals.gate import GateConfig, judge
 from rollmill.evals.run import Conduct
+from rollmill.realtime.collect import PRODUCTION
 from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.store import TrajectoryStore
 from tests.cluster.served import published_run
+from tests.trajectories import build
 
 STATES = ("distilling", "training", "gating", "canary", "promoting", "promoted")
 
@@ -25,6 +30,15 @@ def play_cycle(run: RunDirectory) -> None:
         cycle = journal.move(cycle, state, f"why <{state}>", counts={"trainable": 3}, gate=verdict.describe())
 
 
+def add_conversation(run: RunDirectory) -> None:
+    objects = Objects.open(run.home_store)
+    store = TrajectoryStore(open_database(run.database_url), objects)
+    store.create(PRODUCTION, "", "", ["talk"], {"run": run.id}, "production")
+    talk = build.trajectory("talk", segments=[build.segment()], messages=[{"role": "user", "content": "my secret"}])
+    objects.create("trajectories/talk", encode_trajectory(talk))
+    store.finish("talk", "trajectories/talk", None, **seal_facts(talk))
+
+
 def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
     run = published_run(tmp_path, 1)
     assert json.loads(report_run(run).with_suffix(".json").read_text())["living"] is None
@@ -33,6 +47,7 @@ def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
     sure = {f"t{number}": [number < 4] for number in range(16)}, {f"t{number}": [number < 8] for number in range(16)}
     kept = {"users": "simulated", "population": "steady", "before": sure[0], "after": sure[1]}
     (second.path / ACCEPTANCE).write_text(json.dumps(kept))
+    add_conversation(second)
     page = report_run(run)
     living = json.loads(page.with_suffix(".json").read_text())["living"]
     (cycle,) = living["cycles"]
@@ -44,6 +59,8 @@ def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
         "What users taught it",
         "This second act has a model of its own",
         "These users are simulated",
+        "Read one of the conversations",
+        "my secret",
         "why &lt;canary&gt;",
         "+25.0 points",
         "malformed",
@@ -54,7 +71,9 @@ def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
 def test_a_run_of_its_own_users_has_no_measured_acceptance(tmp_path: Path) -> None:
     run = published_run(tmp_path, 1)
     play_cycle(run)
+    add_conversation(run)
     page = report_run(run)
+    assert "my secret" not in page.read_text(), "what real users said is no part of a report"
     living = json.loads(page.with_suffix(".json").read_text())["living"]
     assert living["gain"] is None and living["cycles"][0]["counts"] == {"trainable": 3}
     assert "simulated" not in page.read_text() and "second act" not in page.read_text()
