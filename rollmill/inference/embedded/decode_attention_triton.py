@@ -1,8 +1,8 @@
 """Attention of a decode step: norm and rotation of heads, store and attention over pages in one launch.
 
 A program takes one sequence and one KV head, with all query heads that share it. The new key and value go to their
-page, and enter the sums from registers. The time is that of the loads: a program is small, so that many run at once on
-a multiprocessor.
+page, and enter the sums from registers. The time is that of the loads: with few programs each takes many keys at once,
+with many programs each is small, so that many run at once on a multiprocessor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan
 
-DIALS = {"KEYS": 64, "num_warps": 4, "num_stages": 2}  # the fastest of twelve on an H200
+FEW = {"KEYS": 128, "num_warps": 4, "num_stages": 2}
+MANY = {"KEYS": 64, "num_warps": 4, "num_stages": 2}  # measured on an H200
+_FEW_PROGRAMS = 132  # the multiprocessors of an H200
 _LOG2_E = 1.4426950408889634
 
 
@@ -89,9 +91,10 @@ def attend_one(
     """[B, H · D] from packed rows q|k|v before rotation. `angles` are the tables of all positions."""
     heads, group, dim = cache.kv_heads, cache.group, cache.head_dim
     out = torch.empty((len(qkv), heads * group * dim), dtype=qkv.dtype, device=qkv.device)
+    dials = FEW if len(qkv) * heads <= _FEW_PROGRAMS else MANY
     _attend_one[(len(qkv), heads)](
         qkv, *angles, *(norms or (qkv, qkv)), cache.keys[layer], cache.values[layer], plan.positions_N,
         plan.tables_SP, out, plan.tables_SP.stride(0), dim**-0.5 * _LOG2_E, eps, NORM=norms is not None, GROUP=group,
-        ROWS=max(16, int(triton.next_power_of_2(group))), HEADS=heads, PAGE=cache.block_size, D=dim, **DIALS,
+        ROWS=max(16, int(triton.next_power_of_2(group))), HEADS=heads, PAGE=cache.block_size, D=dim, **dials,
     )  # fmt: skip
     return out

@@ -20,7 +20,6 @@ import gc
 import itertools
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -47,10 +46,6 @@ from rollmill.models.device import decoder_on
 from rollmill.types import FinishReason, PolicyRef, same_line
 from rollmill.weights.reading.follower import Update
 
-GATHER_SECONDS, MOST_GATHER_SECONDS = 2e-4, 1e-2  # an idle loop waits for the next of several requests, on CUDA
-SWITCH_SECONDS = (
-    5e-4  # after which the event loop lets the decode loop run, on CUDA; Python's own value is ten times it
-)
 T = TypeVar("T")
 _Row = tuple[int, float, bytes, list[tuple[int, float]]]  # a token, its log-prob, what was kept, the most likely ones
 Outbox = list[tuple[Generation, GenerateChunk | Exception]]
@@ -194,8 +189,6 @@ class DecodeLoop:
 
     def _work(self) -> None:
         torch.set_num_threads(self._config.threads)
-        if self._bursts is not None:
-            sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         failure: Exception | None = None
         try:
             idle = True
@@ -221,31 +214,17 @@ class DecodeLoop:
         self._flush()
 
     def _take_commands(self, wait: bool) -> None:
-        if wait:
-            self._run_command(*self._next_command())
-            if self._bursts is not None:
-                self._gather()
-        while not self._inbox.empty():
-            self._run_command(*self._inbox.get())
-
-    def _gather(self) -> None:
-        """Requests that come one right after the other are computed together: waits a moment for the next one."""
-        end = time.monotonic() + MOST_GATHER_SECONDS
-        while time.monotonic() < end:
+        while wait or not self._inbox.empty():
+            future, command, recorded = self._next_command()
+            wait = False
+            if recorded:
+                self._record_all()
+            if not future.set_running_or_notify_cancel():
+                continue  # the sender has gone
             try:
-                self._run_command(*self._inbox.get(timeout=GATHER_SECONDS))
-            except queue.Empty:
-                return
-
-    def _run_command(self, future: Future[Any], command: Callable[[], Any], recorded: bool) -> None:
-        if recorded:
-            self._record_all()
-        if not future.set_running_or_notify_cancel():
-            return  # the sender has gone
-        try:
-            future.set_result(command())
-        except Exception as error:  # the sender handles it; the decode loop goes on
-            future.set_exception(error)
+                future.set_result(command())
+            except Exception as error:  # the sender handles it; the decode loop goes on
+                future.set_exception(error)
 
     def _next_command(self) -> tuple[Future[Any], Callable[[], Any], bool]:
         try:

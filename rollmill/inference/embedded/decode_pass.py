@@ -1,8 +1,7 @@
 """The decoder's pass for a decode step with fast numerics: fewer launches than the pass for any tokens, other bits.
 
 Attention with all that belongs to it is one launch (decode_attention_triton), and the residual is added to in place.
-Steps of one to four sequences have an attention of their own, and through a dense model also products
-(models.kernels.narrow_triton).
+Steps of one to four sequences through a dense model have own products too (models.kernels.narrow_triton).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.decode_attention_triton import attend_one
-from rollmill.inference.embedded.narrow_attention_triton import attend_few
 from rollmill.inference.embedded.paged_triton import Plan
 from rollmill.models.decoder import Decoder, DecoderOutput, Layer
 from rollmill.models.kernels.forms import add_product_, product
@@ -47,8 +45,7 @@ def decode_pass(model: Decoder, cache: KVCache, plan: Plan) -> DecoderOutput:
 
 def _attend(model: Decoder, layer: Layer, qkv: Tensor, cache: KVCache, number: int, plan: Plan) -> Tensor:
     norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-    attend = attend_few if len(qkv) <= ROWS else attend_one
-    return attend(qkv, (model._cos, model._sin), norms, model.config.norm_eps, cache, number, plan)
+    return attend_one(qkv, (model._cos, model._sin), norms, model.config.norm_eps, cache, number, plan)
 
 
 def _layer(
