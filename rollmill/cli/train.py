@@ -55,6 +55,7 @@ def train(
     from rollmill.cluster.checkpoint import check_here
     from rollmill.cluster.extend import extend
     from rollmill.cluster.ranks import begin_run
+    from rollmill.cluster.report import share_report
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.cluster.state import is_finished
     from rollmill.config import load_config
@@ -72,6 +73,7 @@ def train(
             typer.echo(f"note: the code of [{name}] is not what the run began with", err=True)
         run = extend(run, overrides or ())
         if is_finished(run):
+            share_report(run)  # its store may not have answered when it was written
             typer.echo(f"{source} is finished: nothing is left to do")
             print_result(run.path / "report.html")
             return

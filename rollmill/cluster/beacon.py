@@ -15,21 +15,26 @@ import time
 
 from rollmill.cluster.naming import describe_run
 from rollmill.cluster.outbox import Outbox, bring
-from rollmill.cluster.presence import LEASE_S, RENEW_S, Presence
+from rollmill.cluster.presence import LEASE_S, LONGEST, RENEW_S, Presence
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import RollmillError, StorageError
 from rollmill.storage.objects import Objects
 
 LOOK_S = 2.0
+_FAILURES = (RollmillError, OSError)  # the store does not answer now, or a file cannot be read: the next look may
 
 
 class Beacon(contextlib.AbstractContextManager["Beacon"]):
-    """Held by the supervisor. A store that does not answer delays what it tells, and stops nothing."""
+    """Held by the supervisor. A store that does not answer delays what it tells, and stops nothing. A supervisor that
+    was away for so long that another host has taken the run over is stopped: two must not drive it."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._objects = run, Objects.open(run.home_store)
-        self._presence, self._since, self._renewed = Presence(self._objects), time.time(), float("-inf")
-        self._outbox = Outbox(self._objects, run.path, _files(run))
+        self._presence, self._since = Presence(self._objects), time.time()
+        self._name = f"process {os.getpid()}{_place(run)}"[:LONGEST]
+        self._told = self._asked = False
+        self._renewed = self._looked = float("-inf")
+        self._successor: str | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="beacon")
 
@@ -40,55 +45,87 @@ class Beacon(contextlib.AbstractContextManager["Beacon"]):
                 f"{self._run.home_store} is driven by {where}",
                 hint=f"`rollmill stop {self._run.home_store}` stops it; a lost host is forgotten after {LEASE_S:.0f} s",
             )
-        with contextlib.suppress(StorageError):
-            describe_run(self._run)
-            self._presence.forget_stop()
-            self._tell()
+        self._outbox = Outbox(self._objects, self._run.path, _files(self._run))  # what was brought is not sent again
+        with contextlib.suppress(*_FAILURES):
+            self._look()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(*_FAILURES):
             self._send()
-            self._presence.forget_stop()
-            self._presence.leave()
+            if self._successor is None:
+                self._presence.forget_stop()
+                self._presence.leave()
+        if self._successor is not None:
+            raise RollmillError(
+                f"{self._run.home_store} is driven by {self._successor} now: this process has stopped",
+                hint=f"it took over because this one told nothing for {LEASE_S:.0f} s, or began at the same time",
+            )
 
     def _follow(self) -> None:
-        asked = False
         while not self._ended.wait(LOOK_S):
-            with contextlib.suppress(StorageError):  # the store does not answer now
+            with contextlib.suppress(*_FAILURES):
+                self._look()
                 self._send()
-                self._tell()
-                if not asked and self._presence.asked_to_stop():
-                    asked = True  # once: a second signal would end the clean-up
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    def _tell(self) -> None:
-        if time.monotonic() - self._renewed > RENEW_S:
-            self._presence.renew(f"process {os.getpid()} on {socket.gethostname()}", self._since)
-            self._renewed = time.monotonic()
 
     def _send(self) -> None:
         self._outbox.add(_files(self._run))
-        self._outbox.send()
+        self._outbox.send(self._look)
+
+    def _look(self) -> None:
+        """Says who drives the run, and looks whether this process should stop. Called often."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S or self._successor is not None or self._ended.is_set():
+            return
+        self._looked = now
+        if now - self._renewed > RENEW_S:
+            self._successor = self._other()
+            if self._successor is None:
+                self._tell()
+                self._renewed = now
+        if not self._asked and (self._successor is not None or self._presence.asked_to_stop()):
+            self._asked = True  # once: a second signal would end the clean-up
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _other(self) -> str | None:
+        """Who else drives the run by now. Once the store knows us, whoever has written there since took it over."""
+        if not self._told:
+            return _elsewhere(self._run, self._presence)
+        said = self._presence.said()
+        return None if said is None or said == (self._name, self._since) else said[0]
+
+    def _tell(self) -> None:
+        self._presence.renew(self._name, self._since)
+        if not self._told:
+            describe_run(self._run)
+            self._presence.forget_stop()  # it was meant for an earlier one
+            self._told = True
 
 
 def driven_elsewhere(run: RunDirectory) -> str | None:
-    """Who drives the run on another host, in words. Brings its logs and events, unless the directory has its own: then
-    this host has driven it. None if nobody does, or if the store does not answer."""
+    """Who drives the run on another host, in words. Brings what other hosts have sent of its logs and events. None if
+    nobody does, or if the store does not answer."""
     if run.config.store is None:
         return None
-    try:
+    where = None
+    with contextlib.suppress(StorageError):
         objects = Objects.open(run.home_store)
-        where = Presence(objects).where()
-        if not (run.path / "locks" / "supervisor").exists():
-            bring(objects, run.path)
-    except StorageError:
-        return None
-    here = f" on {socket.gethostname()}, since "  # a process of this host that was killed: its lock is free
-    return None if where is None or here in where else where
+        where = _elsewhere(run, Presence(objects))
+        bring(objects, run.path)
+    return where
+
+
+def _elsewhere(run: RunDirectory, presence: Presence) -> str | None:
+    """As `driven_elsewhere`. A process that drove it from this directory was killed: its lock is free."""
+    where = presence.where()
+    return None if where is None or f"{_place(run)}, since " in where else where
+
+
+def _place(run: RunDirectory) -> str:
+    return f" on {socket.gethostname()}, in {run.path.resolve()}"
 
 
 def _files(run: RunDirectory) -> list[str]:

@@ -3,8 +3,8 @@
     cluster/files/events/trainer.jsonl/STREAM-000000   a stream per process; its segments grow to SEGMENT bytes
     cluster/report.html, cluster/report.json           written at the end
 
-The host of a process sends what is new every few seconds. `bring` appends it to the files of a run directory. A host
-that is lost takes its last seconds with it.
+The host of a process sends what is new every few seconds. `bring` appends it to the files of a run directory, unless it
+is from there. A host that is lost takes its last seconds with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from rollmill.storage.objects import Objects
 FOLDER = "cluster/files"
 REPORT = ("report.html", "report.json")  # the second one last: it says that the run is finished
 SEGMENT = 256 << 10
-_KEY = re.compile(rf"{FOLDER}/((?:events|logs)/[A-Za-z0-9][A-Za-z0-9._-]*\.(?:jsonl|log))/[0-9a-f]+-\d{{6}}")
+SENT = "sent"  # a file: the streams that come from its directory
+_KEY = re.compile(rf"{FOLDER}/((?:events|logs)/[A-Za-z0-9][A-Za-z0-9._-]*\.(?:jsonl|log))/([0-9a-f]+)-\d{{6}}")
 
 
 class Outbox:
@@ -35,6 +36,9 @@ class Outbox:
     def __init__(self, objects: Objects, directory: Path, names: Iterable[str]) -> None:
         self._objects, self._directory = objects, directory
         self._stream = f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(2)}"  # in the order of their time
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / SENT).open("a") as file:
+            print(self._stream, file=file)
         self._sent = {name: _size(directory / name) for name in names}
         self._segments: dict[str, tuple[int, bytes]] = dict.fromkeys(self._sent, (0, b""))  # number, content so far
 
@@ -44,11 +48,13 @@ class Outbox:
             if name not in self._sent:
                 self._sent[name], self._segments[name] = 0, (0, b"")
 
-    def send(self) -> None:
-        """Raises StorageError if the store does not answer; the next call sends the rest."""
+    def send(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Raises StorageError if the store does not answer; the next call sends the rest. `meanwhile` is called before
+        each file and between segments: there may be much to send."""
         for name in self._sent:
+            meanwhile()
             while self._send_some(name):
-                pass
+                meanwhile()
 
     def _send_some(self, name: str) -> bool:
         number, content = self._segments[name]
@@ -69,16 +75,24 @@ def send_report(objects: Objects, directory: Path) -> None:
         objects.put(f"cluster/{name}", (directory / name).read_bytes())
 
 
+def is_sent(objects: Objects) -> bool:
+    """Whether the report is in the store."""
+    return objects.head(f"cluster/{REPORT[-1]}") is not None
+
+
 def bring(objects: Objects, directory: Path) -> None:
     """Append what was sent since the last call to the files of `directory`, and copy the report if there is one. If
     another process does so now, it returns at once."""
     with _one_at_a_time(directory) as brought:
         if brought is None:
             return
+        own = (directory / SENT).read_text().split() if (directory / SENT).exists() else ()
         for key in sorted(objects.list(FOLDER)):
             found, have = _KEY.fullmatch(key), brought.get(key, 0)
-            size = (objects.head(key) or 0) if found and have < SEGMENT else 0
-            if found is None or size <= have:
+            if found is None or found[2] in own or have >= SEGMENT:
+                continue
+            size = objects.head(key) or 0
+            if size <= have:
                 continue
             _append(
                 directory / found[1],

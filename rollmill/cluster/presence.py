@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import time
 
-from rollmill.errors import StorageError
+from rollmill.errors import ObjectMissing
 from rollmill.storage.objects import Objects
 from rollmill.weights.reading.leases import store_time
 
 RENEW_S = 5.0
 LEASE_S = 30.0
+LONGEST = 1000  # characters of `where`
 _SUPERVISOR, _STOP = "cluster/supervisor.json", "cluster/stop.json"
 
 
@@ -33,11 +34,21 @@ class Presence:
         written = self._objects.modified(_SUPERVISOR)
         if written is None or store_time(self._objects, "cluster") > written + LEASE_S:
             return None
+        said = self.said()
+        if said is None:  # it has just left
+            return None
+        try:
+            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said[1]))
+        except (ValueError, OverflowError, OSError):
+            return None
+        return f"{said[0]}, since {began}"
+
+    def said(self) -> tuple[str, float] | None:
+        """Who said last that it drives the run, and since when, however long ago; None if nobody does."""
         try:
             tree = json.loads(self._objects.get(_SUPERVISOR))
-            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(tree["since"])))
-            return f"{str(tree['where'])[:300]}, since {began}"
-        except (StorageError, ValueError, LookupError, TypeError, OverflowError):  # it has just left, or is damaged
+            return str(tree["where"])[:LONGEST], float(tree["since"])
+        except (ObjectMissing, ValueError, LookupError, TypeError, OverflowError):
             return None
 
     def ask_to_stop(self) -> None:

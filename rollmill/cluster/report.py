@@ -11,9 +11,10 @@ from typing import Any
 from rollmill import telemetry
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.lock import holder
-from rollmill.cluster.outbox import send_report
+from rollmill.cluster.outbox import is_sent, send_report
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.state import service_paths
+from rollmill.errors import StorageError
 from rollmill.evals.report import example_trajectories, write_report
 from rollmill.evals.report.conversation import Decode
 from rollmill.evals.report.living import living_figures
@@ -32,8 +33,7 @@ ACCEPTANCE = "acceptance.json"  # what simulated users truly thought, measured b
 
 def report_run(run: RunDirectory) -> Path:
     """Write `report.html` and `report.json` into the run's directory, and into its `store` if it has one."""
-    objects = Objects.open(run.home_store)
-    store = TrajectoryStore(open_database(run.database_url), objects)
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
     living, user_conversation = _living(run)
     report = write_report(
         run.path,
@@ -44,9 +44,21 @@ def report_run(run: RunDirectory) -> Path:
         user_conversation=user_conversation,
         loans=loans_of(run),
     )
-    if run.config.store is not None:
-        send_report(objects, run.path)
+    try:
+        share_report(run, anew=True)
+    except StorageError as error:
+        hint = f"`rollmill train --resume {run.path}` sends it again"
+        raise StorageError(f"{report} is written, but not in the run's store: {error.message}", hint=hint) from None
     return report
+
+
+def share_report(run: RunDirectory, *, anew: bool = False) -> None:
+    """Write the report into the `store` of the run, if it has one: `anew`, or if there is none."""
+    if run.config.store is None:
+        return
+    objects = Objects.open(run.home_store)
+    if anew or not is_sent(objects):
+        send_report(objects, run.path)
 
 
 def loans_of(run: RunDirectory) -> list[LoanRecord]:
@@ -73,9 +85,11 @@ def _living(run: RunDirectory) -> tuple[dict[str, Any] | None, tuple[Trajectory,
             store = TrajectoryStore(engine, Objects.open(each.home_store))
             rows = _conversations(each, store)
             shown = None
-            if rows and (acceptance or {}).get("users") == "simulated":  # what real users said is no part of a report
-                usual = sorted(rows, key=lambda row: (row.segments or 0, row.created_at))[len(rows) // 2]
-                shown = store.load(usual.id), Tokenizer.load(each.tokenizer).decode
+            if (acceptance or {}).get("users") == "simulated":
+                # what real users said is no part of a report: they may come when the simulated ones have gone
+                simulated = [row for row in rows if row.created_at <= (each.path / ACCEPTANCE).stat().st_mtime]
+                usual = sorted(simulated, key=lambda row: (row.segments or 0, row.created_at))[len(simulated) // 2 :]
+                shown = (store.load(usual[0].id), Tokenizer.load(each.tokenizer).decode) if usual else None
             return living_figures(cycles, acceptance, {**_contexts(each, rows), "second_act": each is not run}), shown
     return None, None
 

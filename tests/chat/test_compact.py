@@ -111,3 +111,11 @@ def test_a_stream_shows_the_text_and_holds_back_what_may_change(tokenizer: Token
     assert [silent.push([token]) for token in call] == [""] * len(call)
     stopped = format.content_stream(["xed"])
     assert "".join(stopped.push([token]) for token in tokens) == "Fi"
+
+
+def test_an_answer_of_nothing_but_marks_is_read(tokenizer: Tokenizer) -> None:
+    """In one pass, not in one per mark."""
+    format, count = CompactFormat(tokenizer), 100_000
+    message = format.parse([tokenizer.token_id("<arg>")] * count, TOOLS)
+    [call] = message["tool_calls"]
+    assert call["function"]["name"] == "" and call["function"]["arguments"].count("<arg>") == count

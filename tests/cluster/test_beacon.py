@@ -9,16 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rollmill.cli.main import app
-from rollmill.cluster.beacon import Beacon
+from rollmill.cluster import beacon
+from rollmill.cluster.beacon import Beacon, driven_elsewhere
+from rollmill.cluster.launchers.local import terminable
+from rollmill.cluster.naming import KEY
 from rollmill.cluster.presence import Presence
 from rollmill.cluster.run import RunDirectory
-from rollmill.errors import RollmillError
+from rollmill.errors import RollmillError, StorageError
 from rollmill.storage.objects import Objects
 from tests.cluster.conftest import make_config
 from tests.storage.serving import new_bucket, s3_environment, s3_server
@@ -65,6 +69,9 @@ def test_a_run_of_another_host_is_seen_scaled_and_stopped_by_the_url_of_its_obje
         assert there.path.is_relative_to(tmp_path / "home") and "home: 3 engines" in command("scale", url, "engines=3")
         refused = CliRunner().invoke(app, ["train", "--resume", url])
         assert isinstance(refused.exception, RollmillError) and "is driven by process" in str(refused.exception)
+        with (run.logs / "trainer.log").open("a") as log:
+            log.write("another line\n")
+        until(lambda: "another line" in command("logs", url, "trainer"))
         assert "stopped" in command("stop", url) and driver.wait(60) == 130, driver.communicate()
         assert "stopped" in command("status", url) and presence.where() is None and not presence.asked_to_stop()
     finally:
@@ -85,4 +92,39 @@ def test_a_supervisor_that_was_killed_on_this_host_is_in_nobodys_way(run: RunDir
     assert f"process {killed.pid} on {socket.gethostname()}" in str(presence.where())
     with Beacon(run):
         assert f"process {os.getpid()} on" in str(presence.where())
+    assert presence.where() is None
+
+
+def test_a_supervisor_gives_way_to_one_that_has_taken_the_run_over(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beacon, "LOOK_S", 0.05)
+    monkeypatch.setattr(beacon, "RENEW_S", 0.1)
+    presence, other = Presence(Objects.open(run.home_store)), "process 1 on another-host, in /runs/small"
+    with terminable(), pytest.raises(RollmillError, match=f"is driven by {other} now"), Beacon(run):
+        cached = replace(run, path=tmp_path / "of-another-user")  # on this host, with a lock of its own
+        assert driven_elsewhere(run) is None and f"process {os.getpid()} on" in str(driven_elsewhere(cached))
+        for _ in range(600):
+            presence.renew(other, 0.0)  # as if this one had been away
+            time.sleep(0.1)
+    assert presence.said() == (other, 0.0), "it is left alone"
+
+
+def test_a_store_that_does_not_answer_at_first_is_told_later(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beacon, "LOOK_S", 0.05)
+    objects, describe, failures = Objects.open(run.home_store), beacon.describe_run, [StorageError("away")] * 2
+
+    def fails_first(described: RunDirectory) -> None:
+        if failures:
+            raise failures.pop()
+        describe(described)
+
+    monkeypatch.setattr(beacon, "describe_run", fails_first)
+    presence = Presence(objects)
+    presence.ask_to_stop()  # of a supervisor that is gone
+    with terminable(), Beacon(run):
+        until(lambda: objects.head(KEY) is not None and not presence.asked_to_stop())
+        time.sleep(0.3)  # nothing stops it
     assert presence.where() is None

@@ -50,6 +50,14 @@ def test_logs_and_events_arrive_once_and_in_order(tmp_path: Path, monkeypatch: p
     sender.send()
     bring(objects, here)
     assert (here / "logs" / "trainer.log").read_bytes() == written + b"cut sho\nnext\n"
+    # what comes from a directory is not brought back to it, and much to send leaves time for other things
+    bring(objects, there)
+    assert log.read_bytes() == written + b"cut shonext\n"
+    with log.open("ab") as file:
+        file.write(b"x" * 640)
+    calls: list[None] = []
+    sender.send(lambda: calls.append(None))
+    assert len(calls) > 10
     # only logs and events of the run's directory can be written by it
     for name in ("run.json", "logs/a/b.log", "logs/run.json"):
         objects.put(f"{outbox.FOLDER}/{name}/0a-000000", b"evil")

@@ -34,7 +34,7 @@ from tests.storage.serving import new_bucket, s3_environment, s3_server
 pytestmark = pytest.mark.slow
 AWAY_S = 120.0  # against hangs only
 LOOK_S = 5.0
-STEPS = 10
+STEPS = 16  # fewer may be over before the last losses
 SUPERVISOR = "ray::Supervisor"
 ROLLMILL = (sys.executable, "-P", "-c", "from rollmill.cli.main import main; main()")
 

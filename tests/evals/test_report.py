@@ -16,7 +16,7 @@ import pytest
 from rollmill.errors import StorageError
 from rollmill.evals.report import example_trajectories, write_report
 from rollmill.evals.report.charts import NARROW, WIDE, Axes, Series, column_chart, line_chart, smooth, stacked_chart
-from rollmill.evals.report.conversation import conversation
+from rollmill.evals.report.conversation import MAX_TURNS, conversation
 from rollmill.evals.report.figures import RunEvents, figures
 from rollmill.evals.report.markup import VOID, Markup, escape, tag
 from rollmill.evals.report.scales import clock, clock_ticks, duration, linear, logarithmic, number, power, size
@@ -290,6 +290,16 @@ def test_a_chain_of_contexts_is_read_from_its_tokens() -> None:
     assert "Context 1" not in conversation("Long", chain), "without a tokenizer: the messages"
     chain.segments += [second] * 1000
     assert "more contexts are left out" in conversation("Long", chain, decode)
+
+
+def test_a_context_of_many_turns_is_cut() -> None:
+    chain = trajectory(True, [3])
+    first = chain.segments[0]
+    chain.segments[0] = replace(first, spans=[first.spans[0]] * (MAX_TURNS + 7))
+    chain.segments.append(replace(first, id="t0.1", cause="summary"))
+    text = conversation("Long", chain, decode)
+    assert text.count('class="tokens"') == MAX_TURNS and "7 more turns are left out" in text
+    assert "1 more contexts are left out" in text
 
 
 def test_an_answer_continued_elsewhere_is_one_answer() -> None:

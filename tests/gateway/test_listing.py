@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rollmill.gateway.sessions import sessions
+from rollmill.trajectories.storable import LONGEST_JSON
 from rollmill.trajectories.store import TrajectoryStore
 from tests.gateway.conftest import LIVE, Answers, Mill, until
 from tests.gateway.stand_in import StandIn
@@ -47,3 +49,24 @@ async def test_new_conversations_are_listed_together_and_one_that_fails_holds_up
     assert together[0] == []  # those rows were written one by one, and no other
     assert {id for some in together for id in some} <= set(ids)
     assert sum(map(len, together)) >= 3 + len(alone) and alone and set(alone) < set(ids)
+
+
+async def test_a_conversation_that_the_index_cannot_hold_is_refused_and_holds_up_no_other(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._SWEEP_S", 0.05)
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    large = {"note": "x" * (LONGEST_JSON - len('{"note":""}'))}  # as large as may be, until the run is added
+    facts = {"trajectory": "large", "traffic": "production", "provenance": large}
+    assert (await door.admin("POST", "/sessions", facts))[0] == 400
+    with monkeypatch.context() as older:  # a release that let it in: its log may be replayed
+        older.setattr(sessions, "to_object", lambda what, value: "")
+        key = await door.open("large", traffic="production", provenance=large)
+    await door.say(key, [{"role": "user", "content": "hello"}])
+    said = await door.say(LIVE, [{"role": "user", "content": "hello"}], user="ann")
+
+    async def listed() -> bool:
+        return said["rollmill"]["trajectory"] in {row.id for row in door.trajectories.list("production")}
+
+    await until(listed)
+    assert "large" not in {row.id for row in door.trajectories.list("")}

@@ -144,12 +144,12 @@ def _refuse(constant: str) -> Any:
 
 def _split(tokens: Sequence[int], mark: int) -> list[list[int]]:
     parts: list[list[int]] = []
-    rest = list(tokens)
-    while mark in rest:
-        at = rest.index(mark)
-        parts.append(rest[:at])
-        rest = rest[at + 1 :]
-    return [*parts, rest]
+    whole, begin = list(tokens), 0
+    for _ in range(whole.count(mark)):  # a model may sample nothing but marks: each is looked at once
+        end = whole.index(mark, begin)
+        parts.append(whole[begin:end])
+        begin = end + 1
+    return [*parts, whole[begin:]]
 
 
 def _joined(parts: Sequence[list[int]], mark: int) -> list[int]:

@@ -82,7 +82,7 @@ class Local:
                 start_new_session=True,
             )
         deadline = time.monotonic() + DETACH_PATIENCE_S
-        while self.collect(run) is None:
+        while holder(run.path, "supervisor") is None:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RollmillError(
                     f"{run.path} was not started: {last_words(run.logs, 'train')}", hint=f"see {run.logs / 'train.log'}"

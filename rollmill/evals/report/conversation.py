@@ -144,18 +144,21 @@ def _contexts(
     assert decode is not None
     turns: list[Markup] = []
     for index, segment in enumerate(trajectory.segments):
+        if len(turns) > MAX_TURNS:
+            left = len(trajectory.segments) - index
+            turns.append(tag("li", f"{left} more contexts are left out.", class_="note"))
+            break
         about = tag("small", CAUSES.get(segment.cause, segment.cause))
         turns.append(tag("li", tag("b", f"Context {index + 1} of {len(trajectory.segments)}"), about, class_="context"))
         reached = segment.parent[1] if segment.parent else 0
-        for answer in (answer for answer in answers if answer.segment is segment):
+        own = [answer for answer in answers if answer.segment is segment]
+        for answer in own[:MAX_TURNS]:
             text = decode(segment.tokens[reached : answer.start].tolist()) if answer.start > reached else ""
             turns += [_turn({"role": "context", "content": text}, None, colours, decode)] if text else []
             turns.append(_turn({"role": "assistant"}, answer, colours, decode))
             reached = answer.end
-        if len(turns) > MAX_TURNS:
-            left = len(trajectory.segments) - index - 1
-            turns += [tag("li", f"{left} more contexts are left out.", class_="note")] if left else []
-            break
+        if len(own) > MAX_TURNS:
+            turns.append(tag("li", f"{len(own) - MAX_TURNS} more turns are left out.", class_="note"))
     return tag("ol", turns, class_="turns")
 
 

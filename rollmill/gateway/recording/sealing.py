@@ -159,12 +159,15 @@ class Sealer:
                     others.append(session)
             await self._list_new(new)
             for session in others:
-                if self._registry.get(session.facts.trajectory) is not session:
+                if not self._is_open(session):
                     continue  # it ended while another one was processed
                 await self._list_failed(session)
                 if self._is_over(session):
                     await self._end(session)
             await asyncio.sleep(_SWEEP_S)
+
+    def _is_open(self, session: Session) -> bool:
+        return self._registry.get(session.facts.trajectory) is session
 
     def _is_over(self, session: Session) -> bool:
         """Whether it is closed or idle, and nobody works with it."""
@@ -182,7 +185,10 @@ class Sealer:
         """Write new production conversations to the index, many in one transaction: each would wait for the disk, which
         the session log needs, and take the interpreter from requests. What fails is tried again by the next sweep."""
         for at in range(0, len(new), _AT_ONCE):
-            some = new[at : at + _AT_ONCE]
+            # some have ended, or were listed with their feedback, while others were written
+            some = [session for session in new[at : at + _AT_ONCE] if session.listed is None and self._is_open(session)]
+            if not some:
+                continue
             try:
                 await asyncio.to_thread(self._write_rows, some)
             except (StorageError, OSError) as error:
@@ -194,24 +200,25 @@ class Sealer:
                     await self._fail(session, session.given_up)
 
     def _write_rows(self, sessions: Sequence[Session]) -> None:
-        rows = [
-            row
-            for each in sessions
-            for row in trajectory_rows(
-                each.facts.run,
-                each.facts.group_id,
-                each.facts.task_id,
-                [each.facts.trajectory],
-                each.provenance,
-                each.facts.traffic,
-            )
-        ]
-        if self._trajectories.add(rows):
-            return
-        for session in sessions:  # some are there already: listed before a restart, or by their feedback
+        with contextlib.suppress(TrajectoryError):  # the index cannot hold one of them
+            rows = [
+                row
+                for each in sessions
+                for row in trajectory_rows(
+                    each.facts.run,
+                    each.facts.group_id,
+                    each.facts.task_id,
+                    [each.facts.trajectory],
+                    each.provenance,
+                    each.facts.traffic,
+                )
+            ]
+            if self._trajectories.add(rows):
+                return
+        for session in sessions:  # one by one: some are there already, listed before a restart or by their feedback
             try:
                 self._write_row(session)
-            except TrajectoryError as error:  # it was deleted: nothing to list
+            except TrajectoryError as error:  # it was deleted, or the index cannot hold it: nothing to list
                 log.info("session %s is not listed: %s", session.facts.trajectory, error.message)
 
     def _is_listable(self, session: Session) -> bool:

@@ -65,7 +65,7 @@ def parse_facts(tree: dict[str, Any]) -> SessionFacts:
         facts = parse_json(json.dumps(given), _FACTS)
         for name in ("run", "task_id", "group_id", "line"):
             to_key(name, getattr(facts, name))
-        to_object("provenance", facts.provenance)
+        to_object("provenance", {"run": facts.run, **facts.provenance})  # as `Session.provenance`
     except TrajectoryError as error:
         raise GatewayError(error.message, hint=error.hint) from None
     except ValueError as error:
