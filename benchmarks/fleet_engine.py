@@ -1,4 +1,4 @@
-"""An engine with SIMULATED decode time, for benchmarks.fleet and benchmarks.balance.
+"""An engine with SIMULATED decode time, for benchmarks.fleet, balance_run and day_night.
 
 It has PLACES requests at a time, and each token of a request waits TOKEN_S, as on a GPU that is the bottleneck. Engines
 on a few CPU cores then speed each other up as engines with a GPU each do. Everything else is the embedded engine.
