@@ -55,7 +55,6 @@ def train(
     from rollmill.cluster.checkpoint import check_here
     from rollmill.cluster.extend import extend
     from rollmill.cluster.ranks import begin_run
-    from rollmill.cluster.report import share_report
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.cluster.state import is_finished
     from rollmill.config import load_config
@@ -73,9 +72,8 @@ def train(
             typer.echo(f"note: the code of [{name}] is not what the run began with", err=True)
         run = extend(run, overrides or ())
         if is_finished(run):
-            share_report(run)  # its store may not have answered when it was written
             typer.echo(f"{source} is finished: nothing is left to do")
-            print_result(run.path / "report.html")
+            show_finished(run)
             return
     else:
         if source.is_dir():
@@ -153,6 +151,13 @@ def watch(run: RunDirectory, cluster: Cluster) -> None:
             f"{run.path} has stopped",
             hint=f"`rollmill logs {run.path} supervisor` says why; `train --resume` continues",
         )
+    print_result(run.path / "report.html")
+
+
+def show_finished(run: RunDirectory) -> None:
+    from rollmill.cluster.report import share_report
+
+    share_report(run)  # its store may not have answered when it was written
     print_result(run.path / "report.html")
 
 
