@@ -84,7 +84,7 @@ class AgentMachine(ABC):
         self._name = name
         self._connection = connection
         self._lock = asyncio.Lock()
-        self._pending: asyncio.Task[Answer | None] | None = None  # survives a cancelled caller
+        self._pending: asyncio.Task[Any] | None = None  # survives a cancelled caller
         self._sent = asyncio.Event()  # the pending request
         self._limit: asyncio.Timeout | None = None  # of the pending request
         self._interrupting: asyncio.Task[None] | None = None

@@ -12,6 +12,7 @@ import pytest
 
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
+from rollmill.errors import MachineError
 from tests.environments.conftest import CONFIG, start_host
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -206,6 +207,51 @@ async def test_a_parent_that_dies_while_it_forks(host: NamespaceHost) -> None:
     await cancelled.close()
     while layers(host) != before:  # noqa: ASYNC110  of children whose caller was cancelled, once they have ended
         await asyncio.sleep(0.01)
+
+
+async def test_requests_wait_until_a_cancelled_fork_is_over(
+    host: NamespaceHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine host goes on, and the parent may have no work directory for a moment."""
+    parent = await host.create(BUILT_IN, {"a": b"0"})
+    begun, go_on, real = asyncio.Event(), asyncio.Event(), host.share
+
+    async def late(parent: int, children: list[int]) -> bool:
+        begun.set()
+        await go_on.wait()
+        return await real(parent, children)
+
+    monkeypatch.setattr(host, "share", late)
+    forking = asyncio.create_task(parent.fork())
+    await begun.wait()
+    forking.cancel()
+    reading = asyncio.create_task(parent.read("a"))
+    assert await asyncio.gather(forking, return_exceptions=True) and not reading.done()
+    await asyncio.wait([reading], timeout=0.2)
+    assert not reading.done()
+    go_on.set()
+    assert await reading == b"0"
+    children = await parent.fork(10)  # more than one request shares
+    assert await asyncio.gather(*(child.read("a") for child in children)) == [b"0"] * 10
+    await close_all(parent, *children)
+
+
+async def test_a_machine_is_given_up_if_the_machine_host_does_not_say_what_it_did(
+    host: NamespaceHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whether it has its files: what its commands would do without them must not be graded."""
+    parent = await host.create(BUILT_IN, {"a": b"0"})
+    await sh(parent, "true")
+
+    async def silent(parent: int, children: list[int]) -> bool:
+        raise MachineError("the machine host does not answer")
+
+    monkeypatch.setattr(host, "share", silent)
+    with pytest.raises(MachineError):
+        await parent.fork()
+    with pytest.raises(MachineError):
+        await parent.exec(["true"])
+    await parent.close()
 
 
 async def test_a_killed_machine_host_leaves_no_layer() -> None:

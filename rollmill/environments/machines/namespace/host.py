@@ -42,7 +42,7 @@ _HIGHEST_USER = 0x70010000
 _AHEAD = 8  # machines that are made ahead. Moving a process into a version 1 group waits about 10 ms, in which no
 # process of the whole system can fork, but of several moves in a row only the first waits: so more are made only when
 # half of them are used up.
-_AT_ONCE = 4
+_AT_ONCE = 4  # of them are made in a row
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
@@ -130,12 +130,11 @@ class Host:
     def _create(self, identifier: int) -> None:
         try:
             if not self._spare:
-                self._make_spares()
+                self._make_spares(1)  # somebody waits for it
+            machine = self._spare.pop(0)
         except OSError as error:
-            if not self._spare:
-                self._send({"id": identifier, "error": str(error)})
-                return
-        machine = self._spare.pop(0)
+            self._send({"id": identifier, "error": str(error)})
+            return
         self._machines[identifier] = machine
         self._identifiers[machine.pid] = identifier
         with machine.client_end:
@@ -160,20 +159,20 @@ class Host:
     def _make_ahead(self) -> None:
         """Make a few more. At a failure this stops: if the reason persists, the next create reports it."""
         try:
-            self._make_spares()
+            self._make_spares(_AT_ONCE)
             self._making_ahead = len(self._spare) < _AHEAD
         except OSError:
             self._making_ahead = False
 
-    def _make_spares(self) -> None:
-        """Make several machines, in a row: after each clone, every page that this process writes to is copied once.
+    def _make_spares(self, count: int) -> None:
+        """Make machines, in a row: after each clone, every page that this process writes to is copied once.
 
         OSError: not all could be made.
         """
         made: list[_Machine] = []
         problem: OSError | None = None
         try:
-            for _ in range(_AT_ONCE):
+            for _ in range(count):
                 made.append(self._clone())
         except OSError as error:
             problem = error

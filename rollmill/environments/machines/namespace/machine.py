@@ -17,11 +17,13 @@ from rollmill.environments.machines.egress import Egress
 from rollmill.environments.machines.images import Image
 from rollmill.environments.machines.namespace import launch, wire
 from rollmill.environments.machines.services import RunningServices
+from rollmill.errors import MachineError
 
 if TYPE_CHECKING:
     from rollmill.environments.machines.namespace.client import NamespaceHost
 
 log = logging.getLogger(__name__)
+_AT_ONCE = 8  # children that get files by one request
 
 
 class NamespaceMachine(AgentMachine):
@@ -35,7 +37,7 @@ class NamespaceMachine(AgentMachine):
         self._id = identifier
         self._image = image
         self._egress: Egress | None = None
-        self._killed = False  # by someone outside
+        self._killed = False  # by someone outside, or by us because the machine host failed
         self.services: RunningServices | None = None
         if host.limits["shared_forks"]:
             self.capabilities = replace(self.capabilities, shared_fork=True)
@@ -80,7 +82,10 @@ class NamespaceMachine(AgentMachine):
         shared = False
         try:
             async with self._nothing_pending():
-                shared = await self._host.share(self._id, [child._id for child in children])
+                # If the caller is cancelled, the machine host goes on. Requests wait, because meanwhile the machine may
+                # have no work directory.
+                self._pending = sharing = asyncio.create_task(self._share([child._id for child in children]))
+                shared = await asyncio.shield(sharing)
             if shared:
                 for child in children:
                     await child.open_egress()
@@ -91,6 +96,18 @@ class NamespaceMachine(AgentMachine):
             if not shared:
                 await asyncio.gather(*(child.close() for child in children))
         return shared
+
+    async def _share(self, children: list[int]) -> bool:
+        """A few at once, so that the machine host serves others in between."""
+        try:
+            for first in range(0, len(children), _AT_ONCE):
+                if not await self._host.share(self._id, children[first : first + _AT_ONCE]):
+                    return False
+            return True
+        except MachineError:  # nobody knows whether the work directory is there
+            self._killed = True
+            await self._host.end(self._id)
+            return False
 
     async def pause(self) -> None:
         raise OSError(errno.ENOTSUP, "namespace machines cannot be paused")

@@ -92,6 +92,7 @@ _UNCOUNTED = {
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _SOCKET = (41, 198)
+_SOCKETPAIR = (53, 199)
 _SETSOCKOPT = (54, 208)
 _SETPRIORITY = (141, 140)
 _PRLIMIT64 = (302, 261)
@@ -177,6 +178,8 @@ def _rules(column: int, memory_counted: bool) -> dict[int, list[bytes]]:
         _CLONE3: [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)],
         _CLONE: [_argument(0), *_refuse_any_bit(_NAMESPACE_FLAGS), _ALLOW],
         _SOCKET: _socket_rule(),
+        # the kernel loads the family before it says that it has no pairs
+        _SOCKETPAIR: [_argument(0), *_allow_if_equal(*_LOCAL_FAMILIES), _REFUSE],
         _SETSOCKOPT: _option_rule(),
         # setpriority(PRIO_PROCESS = 0, 0 = me): what `nice` does
         _SETPRIORITY: [*_refuse_unless_zero(0), *_refuse_unless_zero(1), _ALLOW],
