@@ -24,7 +24,7 @@ import pytest
 import pytest_asyncio
 
 from rollmill.environments.machines.firecracker import host as hosts
-from rollmill.environments.machines.firecracker import launch
+from rollmill.environments.machines.firecracker import launch, reaper
 from rollmill.environments.machines.firecracker.api import Api
 from rollmill.environments.machines.firecracker.channel import Channel
 from rollmill.environments.machines.firecracker.host import FirecrackerConfig, FirecrackerHost
@@ -225,6 +225,47 @@ async def has_ended(pidfd: int) -> None:
     await asyncio.to_thread(select.select, [pidfd], [], [], 60.0)
     assert select.select([pidfd], [], [], 0)[0]
     os.close(pidfd)
+
+
+async def test_the_reaper_believes_no_directory_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reaped: list[Path] = []
+    monkeypatch.setattr(reaper, "reap", reaped.append)
+    for name in ("fc-own", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    (tmp_path / "fc-link").symlink_to("elsewhere")  # to a directory of ours that has a file of this name
+    (tmp_path / "fc-file").touch()
+    (tmp_path / "fc-empty").mkdir()
+    reaper.reap_abandoned(tmp_path)
+    assert reaped == [tmp_path / "fc-own"]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    reaper.reap_abandoned(tmp_path)
+    assert reaped == [tmp_path / "fc-own"], "of another user"
+    jail = tmp_path / "fc-own" / "firecracker" / "vm-1" / "root"
+    jail.mkdir(parents=True)
+    (jail.parent.parent / "vm-2").mkdir()
+    (jail.parent.parent / "vm-2" / "root").symlink_to(jail.parent)
+    assert reaper._jails(tmp_path / "fc-own") == {(jail.stat().st_dev, jail.stat().st_ino)}, "no link is a jail"
+
+
+async def test_files_are_deleted_and_nobody_else_deletes_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    taken, real = [], reaper._take
+
+    def take(lock: int) -> bool:
+        if not taken:  # another host takes the lock, deletes the directory and gives the lock back in this moment
+            taken.append(os.readlink(f"/proc/self/fd/{lock}"))
+            shutil.rmtree(os.path.dirname(taken[0]))
+        return real(lock)
+
+    monkeypatch.setattr(reaper, "_take", take)
+    host = FirecrackerHost(FirecrackerConfig(directory=str(tmp_path)))
+    monkeypatch.setattr(hosts, "_LONGEST", 1000)
+    place = host._place()
+    assert place.is_dir() and (place / "lock").is_file() and str(place) != os.path.dirname(taken[0])
+    assert host._reaper is not None
+    host._reaper.kill()
+    await host.close()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -99,7 +99,8 @@ class FirecrackerHost:
             await self.end(vm)
         if self._directory is not None:
             assert self._reaper is not None
-            await asyncio.to_thread(self._reaper.communicate)  # it deletes the directory
+            await asyncio.to_thread(self._reaper.communicate)  # it deletes the directory, unless it was killed
+            await asyncio.to_thread(shutil.rmtree, self._directory, True)
             os.close(self._lock)
             self._directory = self._reaper = None
 
@@ -159,8 +160,9 @@ class FirecrackerHost:
 
     def _place(self) -> Path:
         if self._directory is None:
-            self._directory, self._lock = reaper.claim(self.config.directory)
-            self._reaper = reaper.watch(self._directory)
+            directory, self._lock = reaper.claim(self.config.directory)
+            self._reaper = reaper.watch(directory)
+            self._directory = directory
             if len(str(self._directory)) > _LONGEST:
                 raise MachineError(f"{self._directory} is too long for sockets in it", hint="set `machine.directory`")
             self._directory.chmod(0o755)  # jailed processes are other users

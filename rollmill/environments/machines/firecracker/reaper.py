@@ -16,6 +16,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 
 _PREFIX, _LOCK = "fc-", "lock"
 _TRIES, _PAUSE_S = 500, 0.02
+Identity = tuple[int, int]  # of a directory: device and inode
 
 
 def claim(parent: str | None) -> tuple[Path, int]:
@@ -32,9 +34,9 @@ def claim(parent: str | None) -> tuple[Path, int]:
     while True:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if _take(lock):
+        if _take(lock) and (directory / _LOCK).exists():
             return directory, lock
-        os.close(lock)  # another host took it for abandoned in this moment
+        os.close(lock)  # another host took it for abandoned in this moment, and deletes it or has done so
 
 
 def watch(directory: Path) -> subprocess.Popen[bytes]:
@@ -44,20 +46,28 @@ def watch(directory: Path) -> subprocess.Popen[bytes]:
 
 
 def reap_abandoned(parent: Path) -> None:
-    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # of another user, or gone in this moment
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it has no lock, or is gone in this moment
+            if not _is_own(directory):
+                continue
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if os.fstat(lock).st_uid == os.geteuid() and _take(lock):
-                    reap(path.parent)
+                if _take(lock):
+                    reap(directory)
             finally:
                 os.close(lock)
+
+
+def _is_own(path: Path) -> bool:
+    """A directory of this user. Others may write to `parent`: what is theirs, or a link, could name any process."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def reap(directory: Path) -> None:
     """Kill every process whose root is a jail in `directory`, and delete the directory."""
     for _ in range(_TRIES):
-        jails = {_identity(str(jail)) for jail in directory.glob("*/*/root")} - {None}
+        jails = _jails(directory)
         found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _root_of(pid) in jails]
         if not found:
             break
@@ -67,7 +77,12 @@ def reap(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _kill(pid: int, jails: set[tuple[int, int] | None]) -> None:
+def _jails(directory: Path) -> set[Identity]:
+    found = [_identity(jail) for jail in directory.glob("*/*/root") if jail.is_dir() and not jail.is_symlink()]
+    return {identity for identity in found if identity is not None}
+
+
+def _kill(pid: int, jails: set[Identity]) -> None:
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(pid)
         try:
@@ -77,11 +92,11 @@ def _kill(pid: int, jails: set[tuple[int, int] | None]) -> None:
             os.close(pidfd)
 
 
-def _root_of(pid: int) -> tuple[int, int] | None:
+def _root_of(pid: int) -> Identity | None:
     return _identity(f"/proc/{pid}/root")
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _identity(path: str | Path) -> Identity | None:
     try:
         status = os.stat(path)
     except OSError:
