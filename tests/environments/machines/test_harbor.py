@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import io
 import json
 import tarfile
 from collections.abc import AsyncIterator
@@ -22,7 +23,6 @@ from rollmill.environments.machines.harbor.shell import HarborShell
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceConfig
 from rollmill.environments.tasks.harbor import MOVED
-from rollmill.errors import MachineError
 from tests.environments.conftest import start_host
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -102,16 +102,43 @@ async def test_a_hostile_machine_writes_nothing_outside_and_says_no_nonsense(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hostile.tar", "in"]
     assert [path.name for path in (tmp_path / "in").rglob("*")] == ["link", "out"]
     assert not Path("/tmp/rollmill-escaped").exists()
+    with pytest.raises(OSError, match="no proper archive"):
+        module._unpack(b"no archive", tmp_path / "in")
+    module._unpack(sparse("large", 1 << 40), tmp_path / "in")  # a terabyte of zeros in a few bytes
+    assert not (tmp_path / "in/large").exists()
     for answer in (b"", b"x y\n", b"1\n", b"1 2 3\n", b"\xff\n"):
-        with pytest.raises(MachineError, match="no proper answer"):
-            module._parsed(answer)
+        assert module._parsed(answer).exit_code == 137
     assert module._parsed(b"0 -5\nabc") == ("", "abc", 0) and module._parsed(b"0 99\nabc") == ("abc", "", 0)
 
 
-async def test_an_agent_that_ends_the_keeper_gets_an_error_and_not_silence(shell: HarborShell) -> None:
-    """Last in this file: the shell is of no use afterwards."""
-    with pytest.raises(MachineError, match="have ended what runs them"):
-        await shell.exec("kill -9 -1")
+def sparse(name: str, size: int) -> bytes:
+    """A tar with one file in which nothing is stored, as GNU tar describes it."""
+    member = tarfile.TarInfo(name)
+    member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(size), "GNU.sparse.numblocks": "1"}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(member)
+    with tarfile.open(fileobj=io.BytesIO(packed.getvalue())) as archive:
+        [read] = archive.getmembers()
+    assert read.size == size and read.issparse()
+    return packed.getvalue()
+
+
+async def test_an_agent_that_ends_the_keeper_only_ends_its_own_commands(shell: HarborShell) -> None:
+    """What it did is graded: no command raises, and those of the verifier still run."""
+    other = asyncio.create_task(shell.exec("sleep 1000"))
+    await shell.exec("until ps ax | grep '[s]leep 1000'; do sleep 0.05; done")
+    faked = "echo x > /tmp/.harbor/$(basename $0 .sh).code; sleep 1000"
+    for command in ("kill -9 -1; sleep 1000", "rm -rf /tmp/.harbor", faked):
+        done = await shell.exec(command)
+        assert (done.stdout, done.exit_code) == ("", 137) and done.stderr, command
+        assert (await shell.exec("cat main.py")).stdout == "print(1)", command
+    assert (await other).exit_code == 137
+    await shell.exec("nohup setsid sh -c 'sleep 0.2; kill -9 -1' > /dev/null 2>&1 &")  # between two commands
+    assert shell._keeper is not None
+    while (await shell._keeper.state()).exit_code is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert (await shell.exec("cat main.py")).stdout == "print(1)"
 
 
 async def test_the_adapter_has_the_signatures_of_harbors_abstract_class() -> None:

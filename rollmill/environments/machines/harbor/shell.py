@@ -6,6 +6,9 @@ what they leave behind is the keeper's, and lives as long as the machine.
 
     we write N.sh, send N to the keeper, and wait for N.code; then N.out and N.err are what it printed
 
+Commands can end the keeper, because they run as the same user. That is their doing and no failure of the machine: the
+command counts as killed, and another keeper is started for the next one.
+
 Most of a machine is read-only, so paths that Harbor uses are moved (`moved`): in commands, variables, texts that are
 uploaded and paths. A program that puts such a path together at run time does not find it.
 """
@@ -38,9 +41,10 @@ _WAIT = f"""cd {_PLACE} || exit 3
 n=0; until [ -e "$0.code" ] || [ $n -ge 40 ]; do sleep 0.05; n=$((n + 1)); done
 [ -e "$0.code" ] || exit 75
 out=$(wc -c < "$0.out"); [ "$out" -le "$1" ] || out=$1
-echo "$(cat "$0.code") $out"; head -c "$1" "$0.out"; head -c "$1" "$0.err"; rm -f "$0".*
+echo "$(cat "$0.code") $out"; head -c "$out" "$0.out"; head -c "$1" "$0.err"; rm -f "$0".*
 """
 _NOT_YET = 75
+_KILLED, _WHY = 137, "the command, or another one at the same time, has ended what runs commands in this machine\n"
 _MOST_OUTPUT = 4 << 20  # bytes of stdout, and of stderr; the rest is lost
 _LARGEST_FILE = 1 << 28
 _SHORT_S = 60.0  # for a command of ours
@@ -62,6 +66,7 @@ class HarborShell:
         self._cwd = cwd
         self._numbers = itertools.count(1)
         self._keeper: Process | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the keeper, and make the directories that paths are moved to."""
@@ -73,7 +78,8 @@ class HarborShell:
     async def exec(
         self, command: str, cwd: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> Done:
-        """TimeoutError: it took longer, and it and its session have been ended. MachineError: the keeper has ended."""
+        """TimeoutError: it took longer, and it and its session have been ended. MachineError: the machine has ended."""
+        keeper = await self._running_keeper()
         number = str(next(self._numbers))
         variables = [f"export {name}={shlex.quote(self._text(value))}" for name, value in (env or {}).items()]
         lines = [*variables, f"cd {shlex.quote(self._text(cwd or self._cwd))} || exit 126", self._text(command)]
@@ -81,25 +87,39 @@ class HarborShell:
         slowdown = self.machine.capabilities.slowdown
         try:
             async with asyncio.timeout((timeout_s or _LONGEST_S) * slowdown):
-                return await self._finish(number)
+                return await self._finish(number, keeper)
         except (TimeoutError, asyncio.CancelledError):
             end = f'pid=$(cat {_PLACE}/"$0.pid") && kill -s KILL -- "-$pid"; rm -f {_PLACE}/"$0".*'
             await asyncio.shield(self._run(["sh", "-c", end, number]))
             raise
 
-    async def _finish(self, number: str) -> Done:
-        await self._run(["sh", "-c", f'echo "$0" > {_PLACE}/orders', number])
-        wait = ["sh", "-c", _WAIT, number, str(_MOST_OUTPUT)]
-        while True:
-            result = await self.machine.exec(wait, timeout_s=self._limit_s(), max_output=2 * _MOST_OUTPUT + 4096)
+    async def _running_keeper(self) -> Process:
+        keeper = self._keeper
+        assert keeper is not None
+        if (await keeper.state()).exit_code is not None:
+            await self._replace(keeper)
+        return self._keeper or keeper
+
+    async def _replace(self, keeper: Process) -> None:
+        """Start another keeper, unless that has been done."""
+        async with self._starting:
+            if self._keeper is keeper:
+                await keeper.stop()
+                await self._run(["rm", "-rf", _PLACE])
+                await self.start()
+
+    async def _finish(self, number: str, keeper: Process) -> Done:
+        order = f'[ -p {_PLACE}/orders ] && echo "$0" > {_PLACE}/orders'
+        waits = not await self._run(["sh", "-c", order, number], check=False)
+        argv = ["sh", "-c", _WAIT, number, str(_MOST_OUTPUT)]
+        while waits:
+            result = await self.machine.exec(argv, timeout_s=self._limit_s(), max_output=2 * _MOST_OUTPUT + 4096)
             if result.exit_code == 0:
                 return _parsed(result.output)
-            keeper = None if self._keeper is None else await self._keeper.state()
-            if result.exit_code != _NOT_YET or keeper is None or keeper.exit_code is not None:
-                raise MachineError(
-                    "the commands of a Harbor task have ended what runs them in their machine",
-                    hint=f"the machine says: {result.output[-300:]!r}, stopped: {result.stopped}",
-                )
+            waits = result.exit_code == _NOT_YET or (result.exit_code < 0 and result.stopped != "time")  # or killed
+            waits = waits and keeper is self._keeper and (await keeper.state()).exit_code is None
+        await self._replace(keeper)
+        return Done("", _WHY, _KILLED)
 
     async def upload_file(self, source: Path, target: str) -> None:
         await self.machine.write(self._text(target), rewrite_bytes(source.read_bytes(), self._moved))
@@ -152,19 +172,22 @@ def _parsed(output: bytes) -> Done:
     try:
         code, size = (int(word) for word in first.split())
     except ValueError:
-        raise MachineError(f"a machine gave no proper answer: {first[:100]!r}") from None
+        return Done("", f"the command has changed what was to be its result: {first[:100]!r}\n", _KILLED)
     size = max(size, 0)
     return Done(rest[:size].decode("utf-8", "replace"), rest[size:].decode("utf-8", "replace"), code)
 
 
 def _unpack(data: bytes, target: Path) -> None:
-    """Regular files only: links could lead the host to files of its own."""
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-        for member in archive:
-            path = layers.safe_path(member.name)
-            if path is None or not (member.isreg() or member.isdir()):
-                continue
-            place = target / path
-            (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
-            if member.isreg() and (source := archive.extractfile(member)) is not None:
-                place.write_bytes(source.read())
+    """Regular files only: links could lead the host to files of its own. None that is larger than in the archive."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            for member in archive:
+                path = layers.safe_path(member.name)
+                if path is None or member.issparse() or not (member.isreg() or member.isdir()):
+                    continue
+                place = target / path
+                (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
+                if member.isreg() and (source := archive.extractfile(member)) is not None:
+                    place.write_bytes(source.read())
+    except (tarfile.TarError, ValueError) as error:
+        raise OSError(errno.EBADMSG, f"a machine packed no proper archive: {error}") from None
