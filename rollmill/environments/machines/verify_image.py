@@ -34,7 +34,7 @@ def build_verified(name: str, commands: Sequence[str], kind: str, make: Callable
 
 async def _verify(name: str, commands: Sequence[str], kind: str) -> None:
     own_system = images.load_image(name, None).root is not None
-    room = {"memory_mb": _ROOM_MB} if own_system else {}
+    room = {"memory_mb": _ROOM_MB} if own_system and kind == "qemu" else {}
     host: MachineHost = build(MachineSection.model_validate({"kind": kind, **room}))
     try:
         if own_system:  # nobody has run its programs yet: start, exec, save, restore

@@ -120,6 +120,10 @@ async def test_an_image_of_another_architecture_is_for_virtual_machines(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("ROLLMILL_TEST_OTHER_ARCHITECTURE") != "yes",
+    reason="takes up to 8 minutes: ROLLMILL_TEST_OTHER_ARCHITECTURE=yes runs it",
+)
 @pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="mmdebstrap is not installed")
 async def test_a_guest_of_the_other_architecture(tmp_path: Path) -> None:
     """A real Debian of the other architecture, unpacked here; the guest boots it, is saved, restored and forked."""

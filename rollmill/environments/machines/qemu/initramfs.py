@@ -195,7 +195,8 @@ def _add_programs(archive: Archive) -> list[Path]:
     missing = [name for name in _ESSENTIAL if name not in found]
     if missing:
         raise MachineError(f"this host has no {missing[0]!r}, which guests need", hint="install Debian's base system")
-    return [_add_file(archive, path) for path in found.values()]
+    # a set-user-id program may be executable and not readable
+    return [_add_file(archive, path) for path in found.values() if os.access(path, os.R_OK)]
 
 
 def _add_extra(archive: Archive, patterns: Iterable[str]) -> list[Path]:
