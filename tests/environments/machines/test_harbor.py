@@ -134,7 +134,15 @@ async def test_an_agent_that_ends_the_keeper_only_ends_its_own_commands(shell: H
         assert (done.stdout, done.exit_code) == ("", 137) and done.stderr, command
         assert (await shell.exec("cat main.py")).stdout == "print(1)", command
     assert (await other).exit_code == 137
-    await shell.exec("nohup setsid sh -c 'sleep 0.2; kill -9 -1' > /dev/null 2>&1 &")  # between two commands
+    # what ran on in the background does it between two commands
+    later = "nohup sh -c 'until [ -e /tmp/go ]; do sleep 0.05; done; rm -rf /tmp/go {}' > /dev/null 2>&1 &"
+    await shell.exec(later.format("/tmp/.harbor; touch /tmp/.harbor"))
+    await shell.machine.write("/tmp/go", b"")
+    while (await shell.machine.exec(["test", "-f", "/tmp/.harbor"])).exit_code:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert [(await shell.exec("cat main.py")).exit_code for _ in range(2)] == [137, 0]
+    await shell.exec(later.format("; kill -9 -1"))
+    await shell.machine.write("/tmp/go", b"")
     assert shell._keeper is not None
     while (await shell._keeper.state()).exit_code is None:  # noqa: ASYNC110
         await asyncio.sleep(0.05)

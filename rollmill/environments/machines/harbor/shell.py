@@ -83,11 +83,11 @@ class HarborShell:
         number = str(next(self._numbers))
         variables = [f"export {name}={shlex.quote(self._text(value))}" for name, value in (env or {}).items()]
         lines = [*variables, f"cd {shlex.quote(self._text(cwd or self._cwd))} || exit 126", self._text(command)]
-        await self.machine.write(f"{_PLACE}/{number}.sh", "\n".join([*lines, ""]).encode("utf-8", "replace"))
+        script = "\n".join([*lines, ""]).encode("utf-8", "replace")
         slowdown = self.machine.capabilities.slowdown
         try:
             async with asyncio.timeout((timeout_s or _LONGEST_S) * slowdown):
-                return await self._finish(number, keeper)
+                return await self._finish(number, script, keeper)
         except (TimeoutError, asyncio.CancelledError):
             end = f'pid=$(cat {_PLACE}/"$0.pid") && kill -s KILL -- "-$pid"; rm -f {_PLACE}/"$0".*'
             await asyncio.shield(self._run(["sh", "-c", end, number]))
@@ -108,9 +108,13 @@ class HarborShell:
                 await self._run(["rm", "-rf", _PLACE])
                 await self.start()
 
-    async def _finish(self, number: str, keeper: Process) -> Done:
+    async def _finish(self, number: str, script: bytes, keeper: Process) -> Done:
         order = f'[ -p {_PLACE}/orders ] && echo "$0" > {_PLACE}/orders'
-        waits = not await self._run(["sh", "-c", order, number], check=False)
+        try:
+            await self.machine.write(f"{_PLACE}/{number}.sh", script)
+            waits = not await self._run(["sh", "-c", order, number], check=False)
+        except OSError:  # earlier commands have left no place for it
+            waits = False
         argv = ["sh", "-c", _WAIT, number, str(_MOST_OUTPUT)]
         while waits:
             result = await self.machine.exec(argv, timeout_s=self._limit_s(), max_output=2 * _MOST_OUTPUT + 4096)
