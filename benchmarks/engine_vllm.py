@@ -93,18 +93,21 @@ def theirs(directory: Path, dtype: str, new: int, limit: float) -> Rate:
     said, errors = directory / "said.txt", directory / "errors.txt"
     with said.open("wb") as out, errors.open("wb") as problems:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=problems, start_new_session=True)
+    stopped = False
     try:
         process.wait(limit)
     except subprocess.TimeoutExpired:
+        stopped = True
         os.killpg(process.pid, signal.SIGKILL)  # its workers too
         process.wait()
     lines = [line.split() for line in said.read_text(errors="replace").splitlines()]
     if rates := [line[1:] for line in lines if line[:1] == ["RATE"]]:
         return Rate(*map(float, rates[0]))
-    if ready := [line[1] for line in lines if line[:1] == ["READY"]]:
+    ready = [line[1] for line in lines if line[:1] == ["READY"]]
+    if stopped and ready:  # one that ended by itself broke: that is no rate
         return Rate(BATCH * new / (time.time() - float(ready[-1])), None)
     told = errors.read_text(errors="replace")[-800:]
-    raise SystemExit(f"engine_vllm: vLLM with {dtype} ended with {process.returncode} before it was ready: {told}")
+    raise SystemExit(f"engine_vllm: vLLM with {dtype} ended with {process.returncode} and no rate: {told}")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,7 +100,8 @@ def _trainer(directory: Path, config: ModelConfig, device: Device) -> Iterator[C
     try:
         yield orders
     finally:
-        orders.send(None)
+        with suppress(OSError):  # it may have died
+            orders.send(None)
         process.join(10)
         process.kill()
 

@@ -153,16 +153,24 @@ class Trainer(Generic[Batch]):
 
     def _run_steps(self, until: int) -> None:
         failed = True
+        parts: Sequence[MicroBatch] = ()  # of the last step
         try:
             while self.step < until and not any(self._placement.gather(self._stop.is_set())):
-                batch = self._next_batch()
+                with self._explained_between(parts):
+                    batch = self._next_batch()
                 if batch is None:
                     break
-                with self._explained(f"step {self.step + 1}", batch.microbatches):
+                parts = batch.microbatches
+                with self._explained(f"step {self.step + 1}", parts):
                     self._run_step(batch)
             failed = False
         finally:
-            self._objective.finish(failed=failed)
+            with self._explained_between(parts):
+                self._objective.finish(failed=failed)
+
+    def _explained_between(self, parts: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
+        """Between two steps, what the last one has put off may run: on `parts` like its own."""
+        return self._explained(f"after step {self.step}, the trainer", parts)
 
     def _next_batch(self) -> Batch | None:
         batch = None

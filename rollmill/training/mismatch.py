@@ -12,9 +12,9 @@ without gradients, under the weights that sampled them (P prompt, A sampled, T t
     left out                  A                 version 4 on keys that version 3 wrote: no weights give this log-prob
 
 Nothing here changes the weights, the optimizer, a random state or the ledger: a run has the same digests with and
-without these figures. A measurement must not delay the next step: a step is reported, and measured, when the trainer
-waits for groups. If groups are ready at once, the step is reported without figures, but at least one step in EVERY is
-measured. Several ranks measure at once, all together.
+without these figures. A step is reported, and measured, when the trainer waits for groups. Groups that become ready
+meanwhile wait for the rest of one measurement. If groups are ready at once, the step is reported without figures, but
+at least one step in EVERY is measured. Several ranks measure at once, all together.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ EVERY = 10  # steps
 MIXED = "attended to keys and values of other weights, or may have"
 UNAVAILABLE = "the weights that sampled it are not available"
 BUSY = "the next step was ready"
+FAILED = "the trainer failed after the step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,17 +234,18 @@ class HeldReport:
         self.release(idle=False)
         self._held = _Held(step, sample, emit)
 
-    def release(self, *, idle: bool) -> None:
-        """Emit the report, if one is held. `idle`: nothing waits for the trainer, so mismatch is measured."""
+    def release(self, *, idle: bool, failed: bool = False) -> None:
+        """Emit the report, if one is held. `idle`: nothing waits for the trainer, so mismatch is measured. `failed`:
+        after an error nothing is measured, for a second error would hide the first."""
         held, self._held = self._held, None
         if held is None:
             return
         self._unmeasured += 1
         deltas, left_out = np.empty(0, np.float32), held.sample.left_out.copy()
-        if idle or self._unmeasured >= EVERY:
+        if not failed and (idle or self._unmeasured >= EVERY):
             with telemetry.busy("measure"):
                 deltas, left_out = self._meter.measure(held.step, held.sample)
             self._unmeasured = 0
         else:
-            left_out[BUSY] += sum(probe.tokens for probe in held.sample.probes)
+            left_out[FAILED if failed else BUSY] += sum(probe.tokens for probe in held.sample.probes)
         held.emit(mismatch_figures(deltas, left_out))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.device import decoder_like, decoder_on
+from rollmill.models.device import decoder_like, decoder_on, is_full
 from rollmill.models.host import load_host, to_host
 from rollmill.models.moe import Replay
 from rollmill.models.quantize import round_into
@@ -108,6 +108,7 @@ class WholePublisher:
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
         self._delta: DeviceDelta | None = None  # made with the first export, if there is room for it
+        self._codes = publisher.goal == "fast"  # whether deltas may be coded on the device
         self._newest: Exported | None = None
 
     @property
@@ -119,11 +120,22 @@ class WholePublisher:
 
     def export(self, model: Decoder) -> Exported:
         state, form = model.state_dict(), self._publisher.form
-        made = self._delta.make() if self._delta is not None else None
-        if self._delta is None and self._publisher.goal == "fast" and codes_on_device(state, form):
-            self._delta = DeviceDelta(state, form)
+        made = self._make(state, form) if self._codes else None
         self._newest = Exported(to_host(state, form), made)
         return self._newest
+
+    def _make(self, state: Mapping[str, Tensor], form: str) -> Made | None:
+        """The changes since the last export. If the device is full, the host codes them from now on."""
+        try:
+            if self._delta is not None:
+                return self._delta.make()
+            if codes_on_device(state, form):
+                self._delta = DeviceDelta(state, form)
+        except RuntimeError as error:
+            if not is_full(error):
+                raise
+            self._delta, self._codes = None, False
+        return None
 
     def held(self, exported: Exported) -> Tensors:
         return exported.tensors

@@ -325,6 +325,16 @@ def test_the_config_requires_whole_pages() -> None:
         type(ENGINE)(cache_tokens=100, block_size=16)
 
 
+async def test_a_command_is_answered_when_recording_before_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> None:
+        raise ZeroDivisionError("a token could not be recorded")
+
+    async with engine_at(make_update(0)) as engine:
+        monkeypatch.setattr(engine._decoding, "_record_all", breaks)
+        with pytest.raises(EngineUnavailable, match="could not be recorded"):
+            await asyncio.wait_for(engine.pause(), 20)
+
+
 async def test_a_request_that_arrives_while_the_decode_loop_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_at(make_update(0)) as engine:
         stepping, arrived = threading.Event(), threading.Event()

@@ -139,6 +139,19 @@ def test_the_youngest_rollout_yields_its_place_and_keeps_its_pages() -> None:
     assert rollouts[2].computed == 4 and rollouts[2].blocks, "its pages are kept unless pages run out"
 
 
+def test_a_token_that_is_recorded_after_its_pages_are_gone_names_their_weights() -> None:
+    """A production prompt takes the pages of a rollout whose token is on its way."""
+    scheduler = Scheduler(CONFIG, prompts_first=True)
+    rollout = make_generation(1, prompt=8, new=4)
+    scheduler.add(rollout)
+    scheduler.advance(scheduler.schedule(POLICY), None, POLICY)  # launched, and not recorded yet
+    scheduler.add(make_generation(2, prompt=44, new=4, traffic="production"))
+    while rollout.blocks:
+        scheduler.advance(scheduler.schedule(POLICY), None, POLICY)
+    assert rollout.sample(1, -1.0, POLICY) is None
+    assert rollout.oldest is None and rollout.chunk("stop").oldest_kv_policy == POLICY
+
+
 def test_idle_pages_are_taken_first_then_those_of_the_newest_rollout() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(make_generation(1, prompt=4, new=1, session="idle"))

@@ -68,6 +68,28 @@ def test_versions_come_back_bit_for_bit(device: str, tmp_path: Path, monkeypatch
     assert publisher.export(model).made is None
 
 
+@pytest.mark.parametrize("method", ["__init__", "make"])
+def test_without_room_on_the_device_the_host_codes(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = Decoder(TINY, torch.bfloat16)
+    model.load_state_dict(make_decoder(TINY).state_dict())
+    monkeypatch.setattr(whole, "codes_on_device", lambda state, form: True)
+    monkeypatch.setattr(whole.DeviceDelta, method, full)
+    store = WeightStore(Objects.open(tmp_path))
+    publisher = whole.WHOLE.publisher(model, store, "main", "bf16", TrainingConfig(snapshot_every=100))
+    for number in range(3):
+        moved(model, number, 0.01)
+        exported = publisher.export(model)
+        assert exported.made is None
+        publisher.publish(number, exported, None, {})
+        assert same(store.load(Version("main", number)), exported.tensors)
+    assert publisher._delta is None, "its copy is given back"
+
+
 def test_only_weights_of_the_form_on_a_gpu_are_coded_there() -> None:
     state = Decoder(TINY, torch.bfloat16).state_dict()
     assert not codes_on_device(state, "bf16")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollmill import telemetry
+from rollmill.errors import TrainingError
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import to_host
 from rollmill.training.batching import TokenRule
@@ -17,6 +18,7 @@ from rollmill.training.lineage import Lineage
 from rollmill.training.mismatch import (
     BUSY,
     EVERY,
+    FAILED,
     MIXED,
     MOST_TRAJECTORIES,
     UNAVAILABLE,
@@ -217,3 +219,22 @@ def test_a_report_waits_until_there_is_time_to_measure(trained: World) -> None:
     measured = [each["mismatch_tokens"] > 0 for each in emitted[1:]]
     assert measured == [False] * (EVERY - 1) + [True, False]
     assert emitted[1]["mismatch_left_out"][BUSY] == tokens and emitted[1]["mismatch_k3"] is None
+    for number in range(EVERY):  # after an error nothing is measured, also if it is time to
+        held.hold(number, sample, emitted.append)
+        held.release(idle=True, failed=True)
+    assert emitted[-1]["mismatch_tokens"] == 0 and emitted[-1]["mismatch_left_out"][FAILED] == tokens
+
+
+def test_memory_that_runs_out_while_mismatch_is_measured_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    world = World(tmp_path)
+    trainer = world.trainer(pace=Pace(1, 2, max_staleness=2))
+    trainer.run(0)
+    monkeypatch.setattr(MismatchMeter, "measure", full)
+    with pytest.raises(TrainingError, match="after step 1, the trainer ran out of memory: its micro-batch") as found:
+        honest_step(world, trainer, 1, by=0)
+    assert "tokens_per_microbatch" in (found.value.hint or "")

@@ -209,16 +209,22 @@ class DecodeLoop:
         with self._lock:
             self.ended.set_exception(failure) if failure else self.ended.set_result(None)
         while not self._inbox.empty():
-            self._inbox.get()[0].set_exception(why)
+            future, _, _ = self._inbox.get()
+            if future.set_running_or_notify_cancel():  # otherwise the sender has gone
+                future.set_exception(why)
         self._outbox += [(generation, why) for generation in self.scheduler.everyone()]
         self._flush()
 
     def _take_commands(self, wait: bool) -> None:
         while wait or not self._inbox.empty():
-            future, command, recorded = self._next_command()
+            future, command, recorded = taken = self._next_command()
             wait = False
-            if recorded:
-                self._record_all()
+            try:
+                if recorded:
+                    self._record_all()
+            except Exception:
+                self._inbox.put(taken)  # `_end` answers its sender
+                raise
             if not future.set_running_or_notify_cancel():
                 continue  # the sender has gone
             try:

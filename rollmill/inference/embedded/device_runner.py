@@ -5,9 +5,9 @@
                                                   └────── burst: the drawn tokens are the next step's ───┘
 
 Decode steps (one new position per sequence) have few shapes, because the number of sequences is rounded up to a power
-of two, and so have small steps with prompts (`plans`). Such a step is recorded as a CUDA graph the second time and
-replayed from then on: launching a thousand kernels from Python takes several times as long as running them. Padding
-rows use the spare page, which no sequence owns.
+of two, and so have small steps with prompts (`plans`). Such a step is recorded as a CUDA graph the second time, one
+with prompts the third time, and replayed from then on: launching a thousand kernels from Python takes several times as
+long as running them. Padding rows use the spare page, which no sequence owns.
 """
 
 from __future__ import annotations

@@ -133,6 +133,8 @@ class Generation:
         start, self.computed = self.computed, self.computed + count
         if self.oldest is None:
             self.oldest = policy
+        if self.missing <= 0:  # the next token attends to them; when it is recorded, the pages may be gone
+            self._attend()
         known = self._routes_sent + self._routes_held
         if routes is not None and self.computed > known:
             # a context recomputed after preemption keeps the routes that its tokens were sampled with
@@ -169,13 +171,16 @@ class Generation:
         self._logprobs += logprobs
         count = self._policies.pop()[1] if self._policies and self._policies[-1][0] is policy else 0
         self._policies.append((policy, count + len(tokens)))
-        if self._attended is None:  # later tokens never attend to older ones: weights only move on
-            self._attended = self.oldest
+        self._attend()
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         if tokens[-1] in self.request.sampling.stop_tokens:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
+
+    def _attend(self) -> None:
+        if self._attended is None:  # later tokens never attend to older ones: weights only move on
+            self._attended = self.oldest
 
     def chunk(self, finish: FinishReason | None = None) -> GenerateChunk:
         """A chunk with everything not sent yet."""

@@ -384,7 +384,7 @@ class RLObjective:
             self._held.release(idle=True)
 
     def finish(self, *, failed: bool) -> None:
-        self._held.release(idle=not failed)
+        self._held.release(idle=True, failed=failed)
 
     def _emit(self, batch: RolloutBatch, outcome: StepOutcome, mismatch: Mapping[str, Any]) -> None:
         rewards = batch.rewards
