@@ -102,18 +102,23 @@ def rl_figures(events: list[Event]) -> dict[str, float]:
         "solved_first": statistics.mean(number(event, "solve_rate") for event in steps[:few]),
         "solved_last": statistics.mean(number(event, "solve_rate") for event in steps[-few:]),
         "staleness": mean_of(steps, "staleness_mean"),
-        "staleness_most": max((number(event, "staleness_max") for event in steps), default=math.nan),
-        "mismatch_k3": statistics.median(number(event, "mismatch_k3") for event in steps),
-        "mismatch_most": max(number(event, "mismatch_max") for event in steps),
+        "staleness_most": max(numbers(steps, "staleness_max"), default=math.nan),
+        # of steps after which the trainer waited: others have no mismatch
+        "mismatch_k3": statistics.median(numbers(steps, "mismatch_k3") or [math.nan]),
+        "mismatch_most": max(numbers(steps, "mismatch_max"), default=math.nan),
         **{f"seconds_to_{name}": value for name, value in seconds_to(curve(events)).items()},
     }
-    # a step without groups has no mismatch: JSON has no word for that
+    # JSON has no word for what no step has measured
     return {f"rl_{name}": float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
+def numbers(events: Iterable[Event], name: str) -> list[float]:
+    """Of the events that have one."""
+    return [value for event in events if math.isfinite(value := number(event, name))]
+
+
 def mean_of(events: Iterable[Event], name: str) -> float:
-    found = [value for event in events if math.isfinite(value := number(event, name))]
-    return statistics.mean(found) if found else math.nan
+    return statistics.mean(numbers(events, name) or [math.nan])
 
 
 Curve = list[tuple[float, float]]  # seconds since RL began, share solved of the last WINDOW samples

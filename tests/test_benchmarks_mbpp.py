@@ -6,6 +6,7 @@ import json
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,16 @@ def test_figures_pair_the_problems() -> None:
     assert figures["gain"] == pytest.approx(20 / 128) and 0 < figures["gain_low"] < figures["gain"]
     assert "base" not in figures and "sft_gain" not in figures
     assert rl_figures([]) == {}
+
+
+def test_steps_without_a_measured_mismatch_do_not_count() -> None:
+    figures = ("seconds", "trained_tokens", "wait_seconds", "trajectories", "solve_rate")
+    step: dict[str, Any] = {"kind": "step", **dict.fromkeys(figures, 1.0)}
+    measured = [None, 1e-6, None, None, 3e-6, 2e-6, None]
+    events: list[dict[str, Any]] = [{"kind": "phase", "phase": "rl", "state": "start", "at": 0.0}]
+    events += [step | {"at": float(at), "mismatch_k3": k3, "mismatch_max": k3} for at, k3 in enumerate(measured, 1)]
+    found = rl_figures(events)
+    assert (found["rl_mismatch_k3"], found["rl_mismatch_most"]) == (2e-6, 3e-6) and "rl_staleness" not in found
 
 
 def test_the_time_to_the_same_reward_is_read_from_both_curves() -> None:

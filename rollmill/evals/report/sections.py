@@ -235,9 +235,9 @@ def numerics(run: RunEvents) -> Markup:
         _by_step(
             run,
             "Log-prob mismatch, trainer against engine",
-            "A sample of each step, computed again under the very weights that sampled it: k3 estimates the KL "
-            "divergence (nats), p99 is the 99th percentile of the absolute difference. Drift is k3 under the newer "
-            "weights trained from: how far the policy had moved.",
+            "A sample of the step, computed again while the trainer waits, under the very weights that sampled it; at "
+            "least one step in ten is measured. k3 estimates the KL divergence (nats), p99 is the 99th percentile of "
+            "the absolute difference. Drift is k3 under the newer weights trained from: how far the policy had moved.",
             distances,
             Axes("step", "difference", power, log=True),
             positive=True,
