@@ -152,6 +152,19 @@ def test_a_token_that_is_recorded_after_its_pages_are_gone_names_their_weights()
     assert rollout.oldest is None and rollout.chunk("stop").oldest_kv_policy == POLICY
 
 
+def test_nobody_waits_for_a_prompt_whose_last_piece_is_one_position() -> None:
+    scheduler = Scheduler(CONFIG)
+    first, cut = make_generation(1, prompt=4, new=9), make_generation(2, prompt=7, new=9)
+    for generation in (first, cut):
+        scheduler.add(generation)
+    run(scheduler, scheduler.schedule(POLICY))
+    scheduler.add(make_generation(3, prompt=6, new=9, traffic="production"))
+    run(scheduler, scheduler.schedule(POLICY))  # production leaves two positions of the budget
+    assert (cut.computed, cut.missing) == (6, 1) and cut.promised
+    run(scheduler, scheduler.schedule(POLICY))
+    assert len(cut.tokens) == 8 and not cut.promised and not scheduler.prefixes._promises
+
+
 def test_idle_pages_are_taken_first_then_those_of_the_newest_rollout() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(make_generation(1, prompt=4, new=1, session="idle"))

@@ -200,7 +200,7 @@ class Scheduler:
                 self.prefixes.join(generation, item.twin_of)
                 continue
             generation.advance(count, None if routes is None else routes[start : start + count], policy)
-            if count > 1 or generation.computed % size == 0:
+            if count > 1 or generation.computed % size == 0 or generation.promised:
                 self.prefixes.publish(generation, policy)
             start += item.count
 
