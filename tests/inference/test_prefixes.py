@@ -62,7 +62,7 @@ async def test_a_group_that_starts_together_computes_its_prompt_once(prompt: lis
         metrics = engine.metrics()
     assert metrics["computed_tokens_total"] == len(prompt) + 8 * 7, "the others compute nothing of it"
     assert sorted(one.last.cached_tokens for one in got) == [0] + [len(prompt)] * 7
-    assert metrics["prefix_hit_tokens_total"] == 7 * len(prompt)
+    assert (metrics["prefix_hits_total"], metrics["prefix_hit_tokens_total"]) == (7, 7 * len(prompt))
     for one in got:
         check_record(one, prompt, 0)
         assert one.last.oldest_kv_policy == make_update(0).policy
