@@ -90,8 +90,9 @@ async def soak(kind: str, cycles: int, seed: int = 1) -> Soaked:
 async def _cycle(pool: Pool, host: MachineHost, draw: random.Random, result: Soaked) -> None:
     (fault,) = draw.choices(list(_FAULTS), list(_FAULTS.values()))
     made: list[Machine] = []
-    work = asyncio.create_task(_use(pool, draw, made, ruin=fault == "ruin"))
-    breaking = asyncio.create_task(_break(fault, draw, host, made, work))
+    steps = [asyncio.Event() for _ in range(3)]
+    work = asyncio.create_task(_use(pool, draw, made, steps, ruin=fault == "ruin"))
+    breaking = asyncio.create_task(_break(fault, draw, host, made, steps, work))
     try:
         async with asyncio.timeout(_LIMIT_S):
             await asyncio.wait([work])
@@ -116,11 +117,13 @@ async def _cycle(pool: Pool, host: MachineHost, draw: random.Random, result: Soa
         result.wrong.append(f"{fault}: {outcome}")
 
 
-async def _use(pool: Pool, draw: random.Random, made: list[Machine], *, ruin: bool) -> str:
-    """One machine's life. Returns how it went: well, ruined, or wrong."""
+async def _use(pool: Pool, draw: random.Random, made: list[Machine], steps: list[asyncio.Event], *, ruin: bool) -> str:
+    """One machine's life, in three steps. Returns how it went: well, ruined, or wrong."""
     word = str(draw.random()).encode()
+    steps[0].set()
     machine = await pool.create(BUILT_IN, {"word": word})
     made.append(machine)
+    steps[1].set()
     if ruin:
         await machine.exec(["sh", "-c", "kill -9 -1; sleep 0.1; kill -9 1"], timeout_s=60.0)
     result = await machine.exec(["cat", "word"], timeout_s=60.0)
@@ -129,6 +132,7 @@ async def _use(pool: Pool, draw: random.Random, made: list[Machine], *, ruin: bo
     if result.output != word:
         return f"wrong output {result.output[:80]!r}"
     branch = draw.random()
+    steps[2].set()
     if branch < 0.3:
         made += (children := await machine.fork(draw.choice([1, 1, 2])))
         read = [await each.read("word") for each in children]
@@ -142,9 +146,13 @@ async def _use(pool: Pool, draw: random.Random, made: list[Machine], *, ruin: bo
     return "well" if set(read) == {word} else f"wrong file {read!r:.80}"
 
 
-async def _break(fault: str, draw: random.Random, host: MachineHost, made: list[Machine], work: Any) -> None:
-    """Inject a fault at some moment of a machine's life."""
-    await asyncio.sleep(draw.random() * (0.06 if isinstance(host, NamespaceHost) else 3.0))
+async def _break(
+    fault: str, draw: random.Random, host: MachineHost, made: list[Machine], steps: list[asyncio.Event], work: Any
+) -> None:
+    """Inject a fault at some moment of a machine's life: soon or late after one of its steps began."""
+    step, late = draw.choice(steps), 10 ** draw.uniform(-3, 0)
+    await step.wait()
+    await asyncio.sleep(late * (0.005 if isinstance(host, NamespaceHost) else 1.0))
     if fault == "cancel":
         work.cancel()
     elif fault == "close" and made:

@@ -55,6 +55,7 @@ class StandInFirecracker:
     def __init__(self, root: Path) -> None:
         self.root, self.state, self.asked = root, "Not started", list[tuple[str, str]]()
         self.configured: set[str] = set()
+        self.vsock: StandInVsock | None = None
 
     async def answer(self, request: web.Request) -> web.Response:
         method, path = request.method.lower(), request.path
@@ -92,6 +93,8 @@ class StandInFirecracker:
                     return "save/restore: the microVM is not paused"
                 (self.root / body["snapshot_path"]).write_bytes(b"state")
                 (self.root / body["mem_file_path"]).write_bytes(b"memory")
+                if self.vsock is not None:
+                    self.vsock.reset()
             case "/snapshot/load":
                 if self.configured - {"/snapshot/load"}:
                     return "Loading a microVM snapshot not allowed after configuring boot-specific resources."
@@ -196,14 +199,8 @@ async def main() -> None:
     async with serving(stand_in, path):
         while stand_in.state != "Running":  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        _, vsock = await start_guest(path.parent, boots=("put", "/actions") in stand_in.asked)
-        saved = 0
-        while True:
-            await asyncio.sleep(0.005)
-            count = stand_in.asked.count(("put", "/snapshot/create"))
-            if count > saved:
-                vsock.reset()
-            saved = count
+        _, stand_in.vsock = await start_guest(path.parent, boots=("put", "/actions") in stand_in.asked)
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

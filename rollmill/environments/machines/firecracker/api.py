@@ -27,11 +27,20 @@ class Api:
         """Wait until the process answers. Returns its version."""
         try:
             async with asyncio.timeout(_START_S):
-                while not self._socket.exists():  # noqa: ASYNC110  another process makes it
+                while not await self._listens():  # noqa: ASYNC110  another process does it
                     await asyncio.sleep(0.002)
         except TimeoutError:
             raise MachineError("Firecracker did not open its socket") from None
         return str((await self._ask("GET", "/version")).get("firecracker_version"))
+
+    async def _listens(self) -> bool:
+        """The file of a socket is there a moment before anyone listens at it."""
+        try:
+            _, writer = await asyncio.open_unix_connection(self._socket)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        writer.close()
+        return True
 
     async def configure(
         self, *, kernel: str, initrd: str, arguments: str, memory_mb: int, vsock: str, processors: int = 1
