@@ -33,7 +33,7 @@ LAYERS = (
     ("errors",),
     ("tls",),
     ("backoff", "strict", "keepalive", "histogram", "signals"),
-    ("types",),
+    ("types", "events"),
     ("config",),
     ("reference", "kinds"),
     ("telemetry",),

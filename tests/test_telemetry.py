@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rollmill import telemetry
-from rollmill.telemetry import EVENTS
+from rollmill.events import EVENTS
 from tests.test_repo import MODULES, tree
 
 
@@ -185,7 +185,7 @@ def test_fields_cannot_take_the_place_of_time_process_and_kind(events: Path) -> 
 
 # --- declarations
 
-MEND = "declare it in EVENTS (rollmill/telemetry.py), then run scripts/reference"
+MEND = "declare it in EVENTS (rollmill/events.py), then run scripts/reference"
 
 
 def emit_calls() -> Iterator[tuple[str, ast.Call]]:

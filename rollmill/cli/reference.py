@@ -224,10 +224,10 @@ def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _metrics() -> Iterator[str]:
+    from rollmill.events import EVENTS
     from rollmill.gateway.watching.metrics import METRICS as GATEWAY
     from rollmill.gateway.watching.metrics import kind_of
     from rollmill.inference.engine import METRICS as ENGINE
-    from rollmill.telemetry import EVENTS
 
     yield "# Events and metrics\n"
     yield (

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rollmill.chat.tokenizer import Tokenizer
     from rollmill.cluster.run import RunDirectory
     from rollmill.trajectories.query import Order, Range, TrajectoryQuery
-    from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+    from rollmill.trajectories.rows import TrajectoryRow
+    from rollmill.trajectories.store import TrajectoryStore
     from rollmill.types import Trajectory
 
 app = typer.Typer(

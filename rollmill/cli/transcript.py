@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.trajectories.store import FeedbackRow, LedgerEntry, TrajectoryRow
+from rollmill.trajectories.rows import FeedbackRow, LedgerEntry, TrajectoryRow
 from rollmill.types import Reward, Segment, Span, Trajectory
 
 STATES = {

@@ -28,8 +28,9 @@ from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.admission import Experience, Member, Verdict, copied_row, oldest_position, renamed
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.rows import TrajectoryRow
 from rollmill.trajectories.schema import encode_trajectory
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import PolicyRef, TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore, newest_line
 

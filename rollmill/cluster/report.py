@@ -24,7 +24,8 @@ from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory
 
 SECOND_ACT = "live"  # a run inside the run: what the demo learns from users

@@ -17,8 +17,8 @@ from rollmill.storage.database import reading
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.query import Cursor, TrajectoryQuery
 from rollmill.trajectories.results import read_results
+from rollmill.trajectories.rows import COLUMNS, TrajectoryRow, to_row
 from rollmill.trajectories.steps import committed
-from rollmill.trajectories.store import COLUMNS, TrajectoryRow, to_row
 from rollmill.trajectories.tables import groups, ledger, trajectories
 from rollmill.types import GroupState
 

@@ -16,7 +16,8 @@ from rollmill.evals.report.conversation import Decode
 from rollmill.gateway.sessions.registry import read_open_session
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory, TrajectoryState
 
 

@@ -16,7 +16,7 @@ from rollmill.evals.report.page import readings
 from rollmill.evals.report.scales import duration, number
 from rollmill.evals.report.sections import section
 from rollmill.trajectories.query import Cursor, Range, TrajectoryQuery
-from rollmill.trajectories.store import FeedbackRow, LedgerEntry, TrajectoryRow
+from rollmill.trajectories.rows import FeedbackRow, LedgerEntry, TrajectoryRow
 from rollmill.types import TrajectoryState
 
 COLOURS = {"graded": "good", "failed": "bad", "quarantined": "bad", "running": "live-text"}

@@ -49,7 +49,7 @@ from rollmill.rollouts.rollout import (
 from rollmill.trajectories.claims import RENEW_S, Claims
 from rollmill.trajectories.ledger import GroupRow, Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryRow
+from rollmill.trajectories.rows import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
 
 POLL_S = 0.05

@@ -25,7 +25,8 @@ from rollmill.rollouts.hand_in import graded_episode, load_hand_in
 from rollmill.rollouts.rollout import reason_of
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.gradings import record_group
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, TrajectoryState
 
 

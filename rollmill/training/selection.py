@@ -23,7 +23,8 @@ from rollmill.training.baseline import Baseline
 from rollmill.training.batching import STALE, PackedSequence, TokenRule, check_fits, segment_sequence
 from rollmill.training.config import RLConfig
 from rollmill.training.credit import credit_of
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import LedgerState, Segment, TrajectoryState
 
 Graded = dict[str, tuple[int, float, float]]  # trajectory id → (reward id, reward, advantage)

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.rows import TrajectoryRow
 from rollmill.trajectories.schema import seal_facts
 from rollmill.trajectories.storable import to_object
-from rollmill.trajectories.store import TrajectoryRow
 from rollmill.types import PolicyRef, Reward, Trajectory, TrajectoryState, Version
 
 Decision = Literal["admitted", "stale", "no_room", "refused"]

@@ -19,7 +19,8 @@ from typing import Any, Literal
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
 from rollmill.trajectories.facts import to_plain
 from rollmill.trajectories.kept import split_kept
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory
 
 Format = Literal["openai", "parquet"]

@@ -25,19 +25,12 @@ from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import steps
 from rollmill.trajectories.admission import Experience, Room, Verdict
+from rollmill.trajectories.changes import add_reward, fail_unless_sealed, reward_row, trajectory_rows
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.results import Result, read_results
+from rollmill.trajectories.rows import COLUMNS, TrajectoryRow, to_row
 from rollmill.trajectories.steps import Commit
 from rollmill.trajectories.storable import from_json, to_key, to_text
-from rollmill.trajectories.store import (
-    COLUMNS,
-    TrajectoryRow,
-    add_reward,
-    fail_unless_sealed,
-    reward_row,
-    to_row,
-    trajectory_rows,
-)
 from rollmill.trajectories.tables import groups, ledger, runs, trajectories
 from rollmill.types import (
     GROUP_TRANSITIONS,

@@ -1,16 +1,10 @@
-"""Trajectories: the index in SQL, the payloads in objects.
-
-Every change of state is one conditional UPDATE built from TRAJECTORY_TRANSITIONS, so an illegal change updates no row
-and raises an error with the current state. Repeating a write is not an error: a caller that was killed between the
-write and the reply repeats it.
-"""
+"""Trajectories: the index in SQL, the payloads in objects. `changes` has the changes, `rows` what is read."""
 
 from __future__ import annotations
 
 import builtins
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,124 +14,30 @@ from sqlalchemy.exc import IntegrityError
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.changes import (
+    add_reward,
+    fail_unless_sealed,
+    finish_trajectory,
+    move_trajectory,
+    reward_row,
+    stored,
+    trajectory_rows,
+)
 from rollmill.trajectories.query import TrajectoryQuery
+from rollmill.trajectories.rows import COLUMNS, FeedbackRow, LedgerEntry, TrajectoryRow, missing, rows_of, to_row
 from rollmill.trajectories.schema import decode_trajectory
-from rollmill.trajectories.storable import (
-    LONGEST_OBJECT_KEY,
-    from_json,
-    is_key,
-    to_key,
-    to_number,
-    to_numbers,
-    to_object,
-    to_text,
-)
+from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, from_json, is_key, to_key, to_number, to_object, to_text
 from rollmill.trajectories.tables import feedback, groups, ledger, rewards, trajectories
-from rollmill.types import (
-    TRAJECTORY_TRANSITIONS,
-    LedgerState,
-    Reward,
-    TrafficClass,
-    Trajectory,
-    TrajectoryState,
-)
-
-
-@dataclass(frozen=True)
-class TrajectoryRow:
-    """The index row of a trajectory."""
-
-    id: str
-    run: str
-    group_id: str
-    task_id: str
-    state: TrajectoryState
-    reason: str | None
-    traffic: TrafficClass
-    payload_key: str | None
-    submission_key: str | None
-    tokens: int | None
-    sampled_tokens: int | None
-    segments: int | None
-    created_at: float
-    finished_at: float | None
-    provenance: dict[str, Any]
-    reward: float | None  # the newest
-    reward_id: int | None
-    solved: bool | None  # as the newest reward says
-    grading: int | None  # of the newest reward; None: the run's own
-    split: str | None
-    family: str | None
-    # facts of its tokens, once sealed
-    line: str | None
-    form: str | None
-    oldest_version: int | None
-    newest_version: int | None
-    causes: str | None
-    regions: str | None
-    turns: int | None
-
-
-@dataclass(frozen=True)
-class FeedbackRow:
-    id: int
-    kind: str
-    value: float | None
-    data: Any
-    created_at: float
-
-
-@dataclass(frozen=True)
-class LedgerEntry:
-    """What a run did with a trajectory."""
-
-    run: str
-    state: LedgerState
-    step: int | None
-    reason: str | None
-    origin: str | None  # the run that it was admitted from, if it was
-
+from rollmill.types import LedgerState, Reward, TrafficClass, Trajectory, TrajectoryState
 
 Grades = list[tuple[int, Reward]]  # reward id, reward; oldest first
-_SEALED = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.quarantined)
-COLUMNS = tuple(trajectories.c[name] for name in TrajectoryRow.__annotations__)
 
-
-def _into(target: TrajectoryState, *also_from: TrajectoryState) -> sa.ColumnElement[bool]:
-    """The row `key`, if its state allows the change to `target`."""
-    sources = {state for state, targets in TRAJECTORY_TRANSITIONS.items() if target in targets}
-    return (trajectories.c.id == bindparam("key")) & trajectories.c.state.in_(sorted(sources | set(also_from)))
-
-
-_MOVE = {
-    target: trajectories.update()
-    .where(_into(target))
-    .values(state=target.value, reason=sa.func.coalesce(bindparam("why", type_=sa.Text), trajectories.c.reason))
-    for target in (TrajectoryState.failed, TrajectoryState.quarantined, TrajectoryState.deleted)
-}
-_FAIL_RUNNING = _MOVE[TrajectoryState.failed].where(trajectories.c.state == TrajectoryState.running.value)
 _INTERRUPTED = (
     trajectories.update()
     .where(trajectories.c.state.in_([TrajectoryState.running.value, TrajectoryState.finished.value]))
     .values(state=TrajectoryState.failed.value, reason="interrupted")
 )
-_FINISH = trajectories.update().where(_into(TrajectoryState.finished)).values(state=TrajectoryState.finished.value)
-# two graders may finish in another order than they began: the row shows the reward with the higher number
-_SUPERSEDED = trajectories.c.reward_id > bindparam("given_id")
-_GRADE = (
-    trajectories.update()
-    .where(_into(TrajectoryState.graded, TrajectoryState.graded))
-    .values(
-        state=TrajectoryState.graded.value,
-        reward_id=sa.case((_SUPERSEDED, trajectories.c.reward_id), else_=bindparam("given_id")),
-        reward=sa.case((_SUPERSEDED, trajectories.c.reward), else_=bindparam("given")),
-        solved=sa.case((_SUPERSEDED, trajectories.c.solved), else_=bindparam("is_solved")),
-        grading=sa.case((_SUPERSEDED, trajectories.c.grading), else_=bindparam("of_grading", type_=sa.BigInteger)),
-    )
-)
-_ADD_REWARD = rewards.insert().returning(rewards.c.id)
 _ADD_FEEDBACK = feedback.insert().returning(feedback.c.id)
-_GET = sa.select(*COLUMNS).where(trajectories.c.id.in_(bindparam("ids", expanding=True)))
 _REWARDS = (
     sa.select(rewards)
     .where(rewards.c.trajectory.in_(bindparam("ids", expanding=True)))
@@ -146,8 +46,6 @@ _REWARDS = (
 _LEASE = sa.select(ledger.c.run, ledger.c.step).where(
     ledger.c.trajectory == bindparam("key"), ledger.c.state == LedgerState.leased.value
 )
-
-
 _ENTRIES = (
     sa.select(ledger.c.run, ledger.c.state, ledger.c.step, ledger.c.reason, groups.c.origin)
     .join_from(ledger, groups, (ledger.c.run == groups.c.run) & (ledger.c.group_id == groups.c.id))
@@ -220,18 +118,15 @@ class TrajectoryStore:
             "finished_at": time.time(),
         }
 
-        def work(connection: sa.Connection) -> None:
-            if connection.execute(_FINISH, {"key": _stored(id), **values}).rowcount == 0:
-                found = _found(connection, id)
-                if found.state not in _SEALED or found.payload_key != payload_key:
-                    raise _illegal(found, TrajectoryState.finished)
-
-        writing(self._engine, work)
+        writing(self._engine, lambda connection: finish_trajectory(connection, id, values))
 
     def grade(self, id: str, reward: Reward) -> int:
         """Append a reward and return its id. A finished or quarantined trajectory becomes graded."""
         row = reward_row(id, reward)
-        return self._append(id, lambda connection: add_reward(connection, row))
+        try:
+            return writing(self._engine, lambda connection: add_reward(connection, row))
+        except IntegrityError:  # the foreign key is the only constraint that such a row can break
+            raise missing(id) from None
 
     def fail(self, id: str, reason: str) -> None:
         """Mark it as failed because of infrastructure. A failure is never a reward."""
@@ -299,7 +194,7 @@ class TrajectoryStore:
     ) -> int:
         """Append feedback and return its number. With the `given_id` of an earlier one, returns that one's number."""
         row = {
-            "trajectory": _stored(id),
+            "trajectory": stored(id),
             "kind": to_text(kind),
             "value": None if value is None else to_number(f"the feedback to {id}", value),
             "data": to_object("feedback", data),
@@ -313,7 +208,7 @@ class TrajectoryStore:
             with reading(self._engine) as connection:
                 found = connection.execute(sa.select(feedback.c.id).where(same)).scalar()
             if found is None:
-                raise _missing(id) from None
+                raise missing(id) from None
             return int(found)
 
     def get(self, id: str) -> TrajectoryRow:
@@ -382,118 +277,7 @@ class TrajectoryStore:
 
     def _rows(self, ids: Sequence[str]) -> builtins.list[TrajectoryRow]:
         with reading(self._engine) as connection:
-            rows = connection.execute(_GET, {"ids": list(filter(is_key, ids))})
-            found = {row.id: to_row(row) for row in rows}
-        for id in ids:
-            if id not in found:
-                raise _missing(id)
-        return [found[id] for id in ids]
+            return rows_of(connection, ids)
 
     def _move(self, id: str, target: TrajectoryState, reason: str) -> None:
         writing(self._engine, lambda connection: move_trajectory(connection, id, target, reason))
-
-    def _append(self, id: str, work: Callable[[sa.Connection], int]) -> int:
-        try:
-            return writing(self._engine, work)
-        except IntegrityError:  # the foreign key is the only constraint such a row can break
-            raise _missing(id) from None
-
-
-def reward_row(id: str, reward: Reward, grading: int | None = None) -> dict[str, Any]:
-    """A new row for `rewards`. TrajectoryError if it cannot be stored."""
-    return {
-        "trajectory": _stored(id),
-        "value": to_number(f"the reward of {id}", reward.value),
-        "parts": to_numbers("reward.parts", reward.parts),
-        "evidence": to_object("reward.evidence", reward.evidence),
-        "grader": to_text(reward.grader),
-        "created_at": time.time(),
-        "grading": grading,
-    }
-
-
-def add_reward(connection: sa.Connection, row: dict[str, Any]) -> int:
-    """Append a reward in the caller's transaction. Returns its id."""
-    reward_id = connection.execute(_ADD_REWARD, row).scalar_one()
-    solved = Reward(row["value"], from_json(row["parts"])).solved
-    given = {"key": row["trajectory"], "given_id": reward_id, "given": row["value"], "is_solved": solved}
-    if connection.execute(_GRADE, {**given, "of_grading": row["grading"]}).rowcount == 0:
-        raise _illegal(_found(connection, row["trajectory"]), TrajectoryState.graded)
-    return reward_id
-
-
-def trajectory_rows(
-    run: str,
-    group_id: str,
-    task_id: str,
-    ids: Sequence[str],
-    provenance: Mapping[str, Any],
-    traffic: TrafficClass,
-) -> list[dict[str, Any]]:
-    """New rows for `trajectories`."""
-    if not ids:
-        raise TrajectoryError(f"no ids for the trajectories of task {task_id!r}")
-    text = to_object("provenance", provenance)
-    split, family = (provenance.get(name) for name in ("split", "family"))
-    shared = {
-        "run": to_key("the run", run),
-        "group_id": to_key("the group", group_id),
-        "task_id": to_key("the task", task_id),
-        "traffic": traffic,
-        "split": None if split is None else to_text(str(split)),
-        "family": None if family is None else to_text(str(family)),
-        "state": TrajectoryState.running.value,
-        "provenance": text,
-        "created_at": time.time(),
-    }
-    return [{"id": to_key("the trajectory", id), **shared} for id in ids]
-
-
-def move_trajectory(connection: sa.Connection, id: str, target: TrajectoryState, reason: str | None) -> None:
-    """Change the state in the caller's transaction. A trajectory already in `target` keeps its reason."""
-    why = None if reason is None else to_text(reason)
-    if connection.execute(_MOVE[target], {"key": _stored(id), "why": why}).rowcount == 0:
-        found = _found(connection, id)
-        if found.state != target:
-            raise _illegal(found, target)
-
-
-def fail_unless_sealed(connection: sa.Connection, id: str, reason: str) -> bool:
-    """As the method of the store, in the caller's transaction. A seal comes before it or after it, never in between."""
-    connection.execute(_FAIL_RUNNING, {"key": _stored(id), "why": to_text(reason)})
-    return _found(connection, id).state in _SEALED
-
-
-def to_row(row: sa.Row[Any]) -> TrajectoryRow:
-    fields = dict(row._mapping)
-    fields["state"] = TrajectoryState(fields["state"])
-    fields["provenance"] = from_json(fields["provenance"])
-    return TrajectoryRow(**fields)
-
-
-def _found(connection: sa.Connection, id: str) -> TrajectoryRow:
-    row = connection.execute(_GET, {"ids": [id]}).first()
-    if row is None:
-        raise _missing(id)
-    return to_row(row)
-
-
-def _stored(id: str) -> str:
-    """The id as a query parameter. An id that no database can hold matches nothing."""
-    if not is_key(id):
-        raise _missing(id)
-    return id
-
-
-def _missing(id: str) -> TrajectoryError:
-    return TrajectoryError(
-        f"there is no trajectory {id!r:.300}", hint="`rollmill trajectories list` shows the existing ones"
-    )
-
-
-def _illegal(row: TrajectoryRow, target: TrajectoryState) -> TrajectoryError:
-    allowed = ", ".join(sorted(TRAJECTORY_TRANSITIONS[row.state])) or "nothing"
-    because = f" ({row.reason})" if row.reason else ""
-    return TrajectoryError(
-        f"{row.id} is {row.state}{because} and cannot become {target}", hint=f"only {allowed} can follow"
-    )

@@ -15,6 +15,7 @@ import pytest
 from rollmill.config import validate_config
 from rollmill.errors import ConfigError
 from rollmill.evals.report.loans import LOANS
+from rollmill.events import EVENTS
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig, LendingConfig
 from rollmill.gateway.routing import fleet as fleet_module
 from rollmill.gateway.routing import lending as module
@@ -23,7 +24,6 @@ from rollmill.gateway.routing.lending import Lender, LendingRule, Seen, is_hour
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.server import make_app, serving
 from rollmill.inference.wire import WIRE
-from rollmill.telemetry import EVENTS
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.follower import Follower

@@ -17,7 +17,8 @@ from rollmill.rollouts.rollout import RolloutContext, rollout_seed
 from rollmill.storage.database import open_database
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState
 from tests.rollouts.world import Additions, World, real_engine
 

@@ -34,7 +34,8 @@ from rollmill.rollouts.rollout import Outcome, RolloutContext, run_rollout
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Sampling, TrajectoryState
 from tests.gateway.serve import GatewayServer
 from tests.gateway.stand_in import StandIn

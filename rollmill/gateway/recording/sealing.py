@@ -25,8 +25,9 @@ from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.schema import seal_facts, write_trajectory
-from rollmill.trajectories.store import TrajectoryStore, trajectory_rows
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)

@@ -54,7 +54,8 @@ from rollmill.training.turns import group_token_advantages
 from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import GroupState, Reward, Segment, StepRecord, TrajectoryState, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.store import WeightStore
