@@ -4,8 +4,8 @@ A step takes groups by earliest deadline (training/deadlines.py), decides about 
 (training/selection.py), writes its record to the run's ledger, and only then trains. A record that exists already was
 left by a killed trainer: the step runs again from the same payloads, in the same order.
 
-One forward pass gives the loss and its figures. While the trainer waits for groups, a few trajectories of the step
-before are recomputed under the versions that sampled them, to see whether trainer and engine agree
+The gradient is computed in training/policy_gradient.py. While the trainer waits for groups, a few trajectories of the
+step before are recomputed under the versions that sampled them, to see whether trainer and engine agree
 (training/mismatch.py).
 """
 
@@ -15,31 +15,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rollmill import telemetry
 from rollmill.chat.format import ChatFormat
 from rollmill.errors import TrajectoryChanged
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.training.advantage import kl_advantages
 from rollmill.training.baseline import make_baseline
-from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRule, pack
+from rollmill.training.batching import STALE, MicroBatch, TokenRule, pack
 from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
-from rollmill.training.diagnostics import TokenMeasures, distance, finite, token_figures, warnings
+from rollmill.training.diagnostics import finite, warnings
 from rollmill.training.hints import HintedTurns
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.mismatch import HeldReport, MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome, leave_on_model
-from rollmill.training.placement import Placement, Recomputed
+from rollmill.training.placement import Placement
+from rollmill.training.policy_gradient import PolicyGradient, StepSequences
 from rollmill.training.reference import Reference
-from rollmill.training.replay import RouterMeasures, replay_of
 from rollmill.training.selection import (
     Contents,
     Excluded,
@@ -49,7 +45,6 @@ from rollmill.training.selection import (
     segment_sequences,
     weigh_groups,
 )
-from rollmill.training.step import moved
 from rollmill.training.turns import group_token_advantages
 from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
@@ -121,7 +116,8 @@ class RLObjective:
         self._held, self._ranks = HeldReport(self._mismatch), 1
         self._baseline = make_baseline(config, ledger)
         self._with_signal: set[str] = set()  # waiting groups whose rewards were looked at
-        self._reference = Reference(config.reference, weights) if config.reference else None
+        reference = Reference(config.reference, weights) if config.reference else None
+        self._gradient = PolicyGradient(config, reference, trajectories=pace.groups_per_step * pace.group_size)
 
     @property
     def needs_commits(self) -> bool:
@@ -297,78 +293,8 @@ class RLObjective:
     ) -> dict[str, Any]:
         self._mismatch.compute_like(placement, model)
         self._ranks = placement.ranks
-        parts = batch.microbatches
-        references = [self._reference.logprobs(placement, model, part) if self._reference else None for part in parts]
-        sizes_T = _sizes(parts)
-        shared = _Shared(
-            divisor=step_divisor(
-                self._config,
-                trajectories=self._pace.groups_per_step * self._pace.group_size,
-                tokens=sum(len(part.targets_M) for part in parts),
-                samples=int((sizes_T > 0).sum()),
-            ),
-            sizes_T=sizes_T,
-            queued_T=_queued(parts),
-            kl_advantages_T=self._kl_advantages(batch, references),
-            teacher_H=_teach(placement, model, batch.hinted),
-        )
-        router, passes = RouterMeasures(), list[_Pass]()
-        for part, reference_M in zip(parts, references, strict=True):
-            if passes:
-                accumulate()
-            replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
-            policy = placement.recompute(model, part, replay)
-            passes.append(self._backward_part(policy, part, reference_M, shared))
-            router.add(policy.routings, policy.replay)
-        return {
-            "loss": sum(torch.stack([each.loss for each in passes]).tolist()) if passes else 0.0,
-            "tokens": sum(len(part.tokens_N) for part in parts),
-            **_figures(parts, passes, shared),
-            **router.over_ranks(placement).figures(),
-        }
-
-    def _kl_advantages(self, batch: RolloutBatch, references: Sequence[Tensor | None]) -> np.ndarray | None:
-        """float64 [T]: what the KL of each trajectory adds to its advantage, if KL is subtracted from the reward."""
-        if self._config.kl_factor == 0 or self._config.kl_form != "k1_reward":
-            return None
-        assert batch.groups_T is not None
-        kl_T = np.zeros(len(batch.groups_T))
-        for part, reference_M in zip(batch.microbatches, references, strict=True):
-            assert part.facts is not None and reference_M is not None
-            kl_T += np.bincount(
-                part.facts.trajectory, part.facts.logprobs - reference_M.cpu().numpy(), minlength=len(kl_T)
-            )
-        return kl_advantages(kl_T, batch.groups_T, self._config.kl_factor)
-
-    def _backward_part(
-        self, policy: Recomputed, part: MicroBatch, reference_M: Tensor | None, shared: _Shared
-    ) -> _Pass:
-        facts = part.facts
-        assert facts is not None, "sequences of sampled tokens carry their facts"
-        device = policy.logprobs_M.device
-        tokens = PolicyTokens(
-            logprobs=policy.logprobs_M,
-            engine_logprobs=moved(torch.from_numpy(facts.logprobs), device),
-            advantages=moved(torch.from_numpy(shared.advantages(facts)), device)
-            + self._config.hint_factor * shared.distance(facts, policy.logprobs_M.detach()),
-            sequences=moved(_sequence_of(part), device),
-            # A step is one update, so this pass also computes π_old: r is 1, and its gradient is ∇log π.
-            old_logprobs=policy.logprobs_M.detach(),
-            reference_logprobs=reference_M,
-            entropies=policy.entropies_M,
-            sample_sizes=moved(torch.from_numpy(shared.sizes_T[facts.trajectory]), device),
-        )
-        result = policy_loss(tokens, self._config, shared.divisor)
-        result.loss.backward()
-        columns = [
-            result.log_weights_M,
-            result.kept_M,
-            result.clipped_M,
-            result.vetoed_M,
-            policy.entropies_M.detach(),
-            *([] if reference_M is None else [reference_M - policy.logprobs_M.detach()]),
-        ]
-        return _Pass(result.loss.detach(), torch.stack([column.float() for column in columns]))
+        sequences = StepSequences(batch.microbatches, batch.hinted, batch.groups_T)
+        return self._gradient.backward(model, sequences, accumulate, placement)
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
         self._mismatch.served.remember(digest, tensors)
@@ -412,88 +338,3 @@ class RLObjective:
         telemetry.emit("step", step=outcome.number, steps=outcome.steps, version=outcome.number, **figures)
         for text in warnings(figures, exact=self._mismatch.exact):
             telemetry.emit("warning", step=outcome.number, text=text)
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """What the micro-batches of a step share. [T] is over the trajectories of its record."""
-
-    divisor: float
-    sizes_T: np.ndarray  # float32, how many targets each trajectory has: the segments of one are one sample
-    queued_T: np.ndarray
-    kl_advantages_T: np.ndarray | None
-    teacher_H: Tensor | None  # log-probs of the tokens of hinted turns, with the hint in their context
-
-    def advantages(self, facts: SampledFacts) -> np.ndarray:
-        """float32 [M]"""
-        if self.kl_advantages_T is None:
-            return facts.advantages
-        return facts.advantages + self.kl_advantages_T[facts.trajectory].astype(np.float32)
-
-    def distance(self, facts: SampledFacts, logprobs_M: Tensor) -> Tensor | float:
-        """[M]: log teacher − log student at the tokens of hinted turns, 0 elsewhere."""
-        if self.teacher_H is None or facts.hint is None:
-            return 0.0
-        hint_M = moved(torch.from_numpy(facts.hint), logprobs_M.device)
-        return torch.where(hint_M >= 0, self.teacher_H[hint_M.clamp(min=0)] - logprobs_M, 0.0)
-
-
-@torch.no_grad()
-def _teach(placement: Placement, model: Decoder, parts: Sequence[MicroBatch]) -> Tensor | None:
-    """[H], under the weights that the step trains from. Collective."""
-    found, places = [], []
-    for part in parts:
-        found.append(placement.recompute(model, part, None).logprobs_M)
-        placement.release(model)
-        assert part.facts is not None and part.facts.hint is not None
-        places.append(torch.from_numpy(part.facts.hint))
-    return torch.cat(found)[torch.cat(places).argsort().to(found[0].device)] if found else None
-
-
-class _Pass(NamedTuple):
-    """What a micro-batch measured. It stays on the device: reading it at once would wait for the backward pass."""
-
-    loss: Tensor
-    columns: Tensor  # FP32 [5 or 6, M]: Δ, kept, clipped, vetoed, entropies, distance to the reference
-
-
-def _figures(parts: Sequence[MicroBatch], passes: Sequence[_Pass], shared: _Shared) -> dict[str, Any]:
-    """The figures of all tokens, read from the device in one go."""
-    if not passes:
-        return token_figures([])
-    log_weights, kept, clipped, vetoed, entropies, *to_reference = (
-        torch.cat([each.columns for each in passes], 1).cpu().numpy()
-    )
-    facts = [part.facts for part in parts if part.facts is not None]
-    measures = TokenMeasures(
-        log_weights=log_weights,
-        kept=kept.astype(np.bool_),
-        clipped=clipped.astype(np.bool_),
-        vetoed=vetoed.astype(np.bool_),
-        advantages=np.concatenate([shared.advantages(each) for each in facts]),
-        entropies=entropies,
-        staleness=np.concatenate([each.staleness for each in facts]),
-        queued=np.concatenate([shared.queued_T[each.trajectory] for each in facts]),
-    )
-    return {**token_figures([measures]), **(distance("reference", to_reference[0]) if to_reference else {})}
-
-
-def _sizes(parts: Sequence[MicroBatch]) -> np.ndarray:
-    """float32 [T]: the targets of each trajectory, of all its segments."""
-    trajectories = [part.facts.trajectory for part in parts if part.facts is not None]
-    return np.bincount(np.concatenate(trajectories or [np.empty(0, np.int64)])).astype(np.float32)
-
-
-def _queued(parts: Sequence[MicroBatch]) -> np.ndarray:
-    """int64 [T]: the staleness of each trajectory's newest token, which is what it gained while it waited."""
-    facts = [part.facts for part in parts if part.facts is not None]
-    queued_T = np.full(max((int(each.trajectory.max()) + 1 for each in facts), default=0), np.iinfo(np.int64).max)
-    for each in facts:
-        np.minimum.at(queued_T, each.trajectory, each.staleness)
-    return queued_T
-
-
-def _sequence_of(part: MicroBatch) -> Tensor:
-    """int64 [M]: which sequence each target belongs to."""
-    ends = torch.tensor(part.lengths).cumsum(0)
-    return torch.searchsorted(ends, part.rows_M.cpu(), right=True)
