@@ -165,6 +165,32 @@ def test_nobody_waits_for_a_prompt_whose_last_piece_is_one_position() -> None:
     assert len(cut.tokens) == 8 and not cut.promised and not scheduler.prefixes._promises
 
 
+class CountedTokens(list[int]):
+    """Counts how often it is compared as a whole."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        self.comparisons += 1
+        return super().__eq__(other)
+
+
+def test_a_group_on_a_long_prompt_is_compared_once_and_computed_once() -> None:
+    scheduler = Scheduler(CONFIG)
+    group = [make_generation(number, prompt=26, new=2, first=7) for number in range(3)]
+    for generation in group:
+        generation.tokens = CountedTokens(generation.tokens)
+        scheduler.add(generation)
+    computed: list[int] = []
+    while scheduler.running or scheduler.waiting:
+        work = scheduler.schedule(POLICY)
+        computed += [item.count for item in work]
+        run(scheduler, work)
+    assert computed == [8, 8, 8, 2, 0, 0, 1, 1, 1], "one prompt in pieces, two twins, one token of each"
+    compared = [tokens.comparisons for one in group if isinstance(tokens := one.tokens, CountedTokens)]
+    assert sum(compared) == 2, compared
+
+
 def test_idle_pages_are_taken_first_then_those_of_the_newest_rollout() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(make_generation(1, prompt=4, new=1, session="idle"))

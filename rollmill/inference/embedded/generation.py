@@ -54,6 +54,8 @@ class Generation:
     _attended: PolicyRef | None = None  # the oldest weights whose keys or values a sampled token attended to
     _keys: list[bytes] = field(default_factory=list)  # of its full pages, under `_keys_policy`
     _keys_policy: PolicyRef | None = None
+    _compared: tuple[int, int, int] | None = None  # with whom, and both lengths; see `is_twin_of`
+    _same: bool = False  # what that comparison found
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -114,9 +116,16 @@ class Generation:
         self.parent_of(page + count, policy, size)
         return self._keys[page + 1 : page + count + 1]
 
-    def learn_keys(self, other: Generation) -> None:
-        """Takes the keys of full pages from `other`, whose context is the same: a group hashes its prompt once."""
-        self._keys, self._keys_policy = list(other._keys), other._keys_policy
+    def is_twin_of(self, other: Generation) -> bool:
+        """Whether both have the same context. Then the keys of full pages are taken from `other`, so that a group
+        hashes its prompt once. Contexts are compared once while neither grows: one that waits for a long prompt is
+        asked in every step."""
+        pair = (other.number, len(other.tokens), len(self.tokens))
+        if self._compared != pair:
+            self._compared, self._same = pair, other.tokens == self.tokens
+        if self._same and (self._keys_policy is not other._keys_policy or len(self._keys) < len(other._keys)):
+            self._keys, self._keys_policy = list(other._keys), other._keys_policy
+        return self._same
 
     def release(self) -> None:
         """Its pages are gone: the context is computed again, with routes as they were reported."""

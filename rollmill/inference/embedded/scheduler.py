@@ -155,10 +155,8 @@ class Scheduler:
             elif budget <= 0 and not self.prefixes.finds_next(generation):
                 continue
             elif (other := self.prefixes.extend(generation)) is not None:  # it waits for pages that another computes
-                if other.tokens == generation.tokens:
-                    generation.learn_keys(other)
-                    if other.number in twins:
-                        twins[other.number].append(Work(generation, len(generation.tokens), 0, twin_of=other))
+                if generation.is_twin_of(other) and other.number in twins:
+                    twins[other.number].append(Work(generation, len(generation.tokens), 0, twin_of=other))
             else:
                 count = self._piece(generation, budget)
                 if count and self._reserve(generation, generation.computed + count):
