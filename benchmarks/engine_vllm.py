@@ -1,13 +1,20 @@
 """The embedded engine beside vLLM's build for CPUs, on the same cores: tokens per second.
 
-    python -m benchmarks.engine_vllm [--repeats N] [--new TOKENS] [--limit SECONDS]
+    python -m benchmarks.engine_vllm [--repeats N] [--new TOKENS] [--limit SECONDS] [--python PATH]
 
 SmolLM2-135M's shape with random weights, 32 prompts of 128 tokens, sampled at temperature 1, prefill included. Ours
-computes in FP32; vLLM in float32 and in bfloat16, each in a process of its own in .venv-vllm (scripts/setup-vllm).
-The sides take turns, and each has generated once before it is timed. Medians are compared; `…_cpu` is tokens per second
-of processor time, which depends less on what else runs on the cores. A vLLM process that has not
-ended after `--limit` seconds is stopped (bfloat16 on cores without such instructions may take very long): then its rate
-is less than what is printed, all tokens over the seconds that it was given to generate them.
+computes in FP32; vLLM in float32 and in bfloat16, one process each in .venv-vllm (scripts/setup-vllm). One side runs at
+a time, with all cores; half of our turns come before vLLM's and half after. Every side has generated once before it is
+timed. Medians are compared; `…_cpu` is tokens per second of processor time, which depends less on what else runs.
+
+vLLM runs as its documentation for CPUs recommends, where two cores leave the choice: compiled (its default; compiled
+code is kept for the next run), torch's OpenMP library preloaded, all cores for products and none kept for a scheduler
+(`nobind`), scheduler and worker in one process, no prefix cache to keep, no log-probs, no seeds per request. Ours
+returns log-probs.
+
+A vLLM process is stopped when one of its turns takes `--patience` times as long as the slowest turn of the sides before
+it (bfloat16 on cores without such instructions), or when it has not ended after `--limit` seconds. Its rate is then
+less than what is printed: all tokens of the turn over the seconds that it was given.
 """
 
 from __future__ import annotations
@@ -36,35 +43,26 @@ from rollmill.models.device import decoder_on
 from rollmill.types import Sampling
 
 BATCH, PROMPT = 32, 128
-PYTHON = Path(".venv-vllm/bin/python")
+WARM = 8  # prompt tokens of the warm-up, and half as many new ones
 _THEIRS = """
-import glob, json, os, sys, time
-os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+import json, os, sys, time
 from vllm import LLM, SamplingParams
-def cpu():  # of this process and its workers, which are one session
-    total = 0
-    for path in glob.glob("/proc/[0-9]*/stat"):
-        try:
-            fields = open(path).read().rpartition(")")[2].split()
-        except OSError:
-            continue
-        total += (int(fields[11]) + int(fields[12])) * (int(fields[3]) == os.getpid())
-    return total / os.sysconf("SC_CLK_TCK")
 if __name__ == "__main__":
-    prompts, new = json.load(open(sys.argv[1])), int(sys.argv[3])
+    prompts, new, repeats = json.load(open(sys.argv[1])), int(sys.argv[3]), int(sys.argv[4])
     model = LLM(os.path.dirname(sys.argv[1]), dtype=sys.argv[2], skip_tokenizer_init=True, max_model_len=1024,
                 max_num_seqs=len(prompts), enable_prefix_caching=False)
-    settings = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, seed=1, detokenize=False)
-    asked = [{"prompt_token_ids": tokens} for tokens in prompts]
-    print("READY", time.time(), flush=True)
-    model.generate(asked, settings, use_tqdm=False)
-    print("READY", time.time(), flush=True)
-    started, used = time.perf_counter(), cpu()
-    out = model.generate(asked, settings, use_tqdm=False)
-    seconds, used = time.perf_counter() - started, cpu() - used
-    tokens = sum(len(one.outputs[0].token_ids) for one in out)
-    print("RATE", tokens / seconds, tokens / used, flush=True)
+    def generate(prompts, new):
+        settings = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": tokens} for tokens in prompts]
+        out = model.generate(asked, settings, use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in out)
+    warm = int(sys.argv[5])
+    generate([tokens[:warm] for tokens in prompts], warm // 2)
+    for _ in range(repeats):
+        print("BEGIN", time.time(), flush=True)
+        started, used = time.perf_counter(), time.process_time()
+        tokens = generate(prompts, new)
+        print("RATE", tokens / (time.perf_counter() - started), tokens / (time.process_time() - used), flush=True)
 """
 
 
@@ -73,72 +71,114 @@ class Rate(NamedTuple):
     tokens_cpu_s: float | None  # None: it was stopped, and its rate is less than `tokens_s`
 
 
-async def ours(cell: engine.Cell, model: Decoder, prompts: list[list[int]]) -> Rate:
+async def ours(cell: engine.Cell, model: Decoder, prompts: list[list[int]], turns: int) -> list[Rate]:
+    rates = []
     async with engine._engine(cell.model, "cpu", cell.batch, cell.prompt + cell.new) as own:
         await own.apply(engine._update(model))
-        sampling = Sampling(max_tokens=cell.new, seed=1)
-        for turn in range(2):
-            # other first tokens, so that nothing of the first turn is found in the KV cache
-            asked = [tokens[:: 1 - 2 * turn] for tokens in prompts]
+
+        async def generate(name: str, prompts: list[list[int]], new: int) -> None:
+            sampling = Sampling(max_tokens=new, seed=1)
+            await asyncio.gather(*(engine._ask(own, f"{name}.{n}", one, sampling) for n, one in enumerate(prompts)))
+
+        await generate("warm", [tokens[:WARM] for tokens in prompts], WARM // 2)
+        for turn in range(turns):
+            # another first token, so that nothing of earlier turns is found in the KV cache
+            asked = [[turn + 1, *tokens[1:]] for tokens in prompts]
             before, began, used = own.metrics()["sampled_tokens_total"], time.perf_counter(), time.process_time()
-            await asyncio.gather(*(engine._ask(own, f"{turn}.{n}", one, sampling) for n, one in enumerate(asked)))
+            await generate(str(turn), asked, cell.new)
             tokens = own.metrics()["sampled_tokens_total"] - before
-        return Rate(tokens / (time.perf_counter() - began), tokens / (time.process_time() - used))
+            rates.append(Rate(tokens / (time.perf_counter() - began), tokens / (time.process_time() - used)))
+    return rates
 
 
-def theirs(directory: Path, dtype: str, new: int, limit: float) -> Rate:
-    """Of a fresh vLLM process."""
-    command = [str(PYTHON), "-c", _THEIRS, str(directory / "prompts.json"), dtype, str(new)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+def environment(python: Path) -> dict[str, str]:
+    """Of a vLLM process. It has all cores for its products."""
+    own = {
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    libraries = sorted(python.parent.parent.glob("lib/python3*/site-packages/torch*/**/libgomp*.so*"))
+    return os.environ | own | ({"LD_PRELOAD": str(libraries[0].absolute())} if libraries else {})
+
+
+def theirs(
+    python: Path, directory: Path, dtype: str, new: int, turns: int, limit: float, most_seconds: float
+) -> list[Rate]:
+    """Of a fresh vLLM process. It is stopped after `limit` seconds, or when one turn takes more than `most_seconds`."""
+    command = [str(python), "-c", _THEIRS, str(directory / "prompts.json"), dtype, str(new), str(turns), str(WARM)]
     said, errors = directory / "said.txt", directory / "errors.txt"
     with said.open("wb") as out, errors.open("wb") as problems:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=problems, start_new_session=True)
-    stopped = False
-    try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        stopped = True
+        process = subprocess.Popen(
+            command, env=environment(python), stdout=out, stderr=problems, start_new_session=True
+        )
+    started, stopped, begun = time.time(), False, 0.0
+    while process.poll() is None and not stopped:
+        time.sleep(0.2)
+        lines = [line.split() for line in said.read_text(errors="replace").splitlines()]
+        begun = float(lines[-1][1]) if lines and lines[-1][:1] == ["BEGIN"] else 0.0
+        stopped = time.time() - started > limit or (begun > 0 and time.time() - begun > most_seconds)
+    given = time.time() - begun
+    if stopped:
         os.killpg(process.pid, signal.SIGKILL)  # its workers too
         process.wait()
     lines = [line.split() for line in said.read_text(errors="replace").splitlines()]
-    if rates := [line[1:] for line in lines if line[:1] == ["RATE"]]:
-        return Rate(*map(float, rates[0]))
-    ready = [line[1] for line in lines if line[:1] == ["READY"]]
-    if stopped and ready:  # one that ended by itself broke: that is no rate
-        return Rate(BATCH * new / (time.time() - float(ready[-1])), None)
-    told = errors.read_text(errors="replace")[-800:]
-    raise SystemExit(f"engine_vllm: vLLM with {dtype} ended with {process.returncode} and no rate: {told}")
+    rates = [Rate(float(line[1]), float(line[2])) for line in lines if line[:1] == ["RATE"]]
+    if stopped and begun and len(rates) < turns:
+        rates.append(Rate(BATCH * new / given, None))
+    if not rates or (len(rates) < turns and not stopped):  # one that ended by itself broke: that is no rate
+        told = errors.read_text(errors="replace")[-1500:]
+        raise SystemExit(f"engine_vllm: vLLM with {dtype} ended with {process.returncode} and no rate: {told}")
+    return rates
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
-    parser.add_argument("--new", type=int, default=64, help="sampled tokens per prompt")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds of one vLLM process, its start included")
-    options = parser.parse_args()
-    if not PYTHON.exists():
-        raise SystemExit("engine_vllm: there is no .venv-vllm here; scripts/setup-vllm makes it")
+def told(side: str, rates: list[Rate]) -> list[Rate]:
+    for one in rates:
+        used = f"{one.tokens_cpu_s:.1f} per CPU second" if one.tokens_cpu_s else "less than that: stopped"
+        print(f"{side} {one.tokens_s:.1f}, {used}", flush=True)
+    return rates
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[Rate]]:
     cell = engine.Cell("dense", SMOLLM2, BATCH, PROMPT, options.new)
     model = decoder_on(torch.device("cpu"), cell.model)
     draw_(model, 1)
     prompts = np.random.default_rng(0).integers(1, cell.model.vocab_size, (BATCH, PROMPT)).tolist()
-    rates: dict[str, list[Rate]] = {"ours": [], "float32": [], "bfloat16": []}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         peer: Any = transformers_model(model)
         peer.save_pretrained(directory)
         del peer
         (directory / "prompts.json").write_text(json.dumps(prompts))
-        for turn in range(options.repeats):
-            for side, own in rates.items():
-                if side == "ours":
-                    own.append(asyncio.run(ours(cell, model, prompts)))
-                else:
-                    own.append(theirs(directory, side, options.new, options.limit))
-                told = f"{own[-1].tokens_cpu_s:.1f} per CPU second" if own[-1].tokens_cpu_s else "less than that"
-                print(f"turn {turn + 1}: {side} {own[-1].tokens_s:.1f}, {told}", flush=True)
+        half = options.repeats // 2
+        rates = {"ours": told("ours", asyncio.run(ours(cell, model, prompts, options.repeats - half)))}
+        for dtype in ("float32", "bfloat16"):
+            slowest = min(one.tokens_s for each in rates.values() for one in each)
+            most = options.patience * BATCH * options.new / slowest
+            rates[dtype] = told(
+                dtype, theirs(options.python, directory, dtype, options.new, max(half, 1), options.limit, most)
+            )
+        if half:
+            rates["ours"] += told("ours", asyncio.run(ours(cell, model, prompts, half)))
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=4, help="turns of ours; vLLM has half as many in each type")
+    parser.add_argument("--new", type=int, default=64, help="sampled tokens per prompt")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of one vLLM process, its start included")
+    parser.add_argument("--patience", type=float, default=3.0, help="see above")
+    parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
+    options = parser.parse_args()
+    if not options.python.exists():
+        raise SystemExit(f"engine_vllm: there is no {options.python}; scripts/setup-vllm makes it")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     figures: dict[str, float] = {}
-    for side, own in rates.items():
+    for side, own in measure(options).items():
         whole, used = [each.tokens_s for each in own], [each.tokens_cpu_s for each in own if each.tokens_cpu_s]
         figures |= {f"{side}_tokens_s": statistics.median(whole), f"{side}_min": min(whole), f"{side}_max": max(whole)}
         figures |= {f"{side}_cpu": statistics.median(used)} if used else {}
