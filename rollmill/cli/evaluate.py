@@ -93,10 +93,12 @@ def _evaluate_endpoint(config: Settings, endpoint: Endpoint, tasks: int | None, 
         def tell(progress: evals.Progress) -> None:
             bar.update(shown, completed=progress.done, total=progress.total)
 
-        async with open_environment(config) as environment, EndpointProxy(endpoint) as proxy:
-            return await evaluate_endpoint(
-                environment, build_tasks(config), suite, proxy, examination, config.rollouts, tell
-            )
+        async with EndpointProxy(endpoint) as proxy:
+            await proxy.check()
+            async with open_environment(config) as environment:
+                return await evaluate_endpoint(
+                    environment, build_tasks(config), suite, proxy, examination, config.rollouts, tell
+                )
 
     console = Console(stderr=True)
     with Progress(*Progress.get_default_columns(), console=console) as bar:

@@ -63,8 +63,10 @@ async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, tempe
     tasks = build_tasks(config)
     task: Task = next(tasks.train(config.seed)) if task_id is None else tasks.get(task_id)
     sampling = Sampling(temperature=temperature, max_tokens=config.rollouts.max_answer_tokens)
-    async with open_environment(config) as environment, EndpointProxy(endpoint) as proxy:
-        return await play(environment, proxy, task, sampling, config.rollouts)
+    async with EndpointProxy(endpoint) as proxy:
+        await proxy.check()
+        async with open_environment(config) as environment:
+            return await play(environment, proxy, task, sampling, config.rollouts)
 
 
 def _print(played: Played, longest: float) -> None:

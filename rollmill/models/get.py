@@ -55,7 +55,7 @@ def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = F
         _from_directory(path, target, link)
     elif path.is_file():
         _from_file(path, target, dtype, say)
-    elif _HUB_NAME.fullmatch(what):
+    elif _HUB_NAME.fullmatch(what) and not what.startswith((".", "~")) and path.suffix not in (".gguf", ".whl"):
         _from_hub(what, target, say)
     else:
         raise WeightsError(

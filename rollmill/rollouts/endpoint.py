@@ -27,7 +27,7 @@ from rollmill.environments.machine import release
 from rollmill.environments.reward import grade_episode, wants_final_state
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine
-from rollmill.errors import HarnessError
+from rollmill.errors import ConfigError, HarnessError
 from rollmill.keepalive import keepalive_connector
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import own_limit
@@ -88,6 +88,21 @@ class EndpointProxy:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
         await self._session.close()
+
+    async def check(self) -> None:
+        """Raises ConfigError if nothing answers at the endpoint, or if it refuses the key. Ask before the first
+        episode: a harness waits for minutes, because an endpoint may come back."""
+        url = self._endpoint.url
+        try:
+            status, _ = await self._request("GET", "/models", None)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise ConfigError(
+                f"the endpoint {url} cannot be reached: {error}",
+                hint="is it running there? The URL is up to and with /v1; `rollmill serve RUN` prints that of a run",
+            ) from None
+        if status in (401, 403):
+            given = "refuses the key" if self._endpoint.key else "wants a key"
+            raise ConfigError(f"the endpoint {url} {given}: status {status}", hint="--key KEY, or OPENAI_API_KEY")
 
     def open(self) -> tuple[str, Transcript]:
         """Returns the base URL for a harness, and what will be recorded of it."""

@@ -99,6 +99,14 @@ def test_an_endpoint_that_fails_is_no_reward(rollmill: Command, model: Model, ru
     assert rollmill("rollout", run_toml).code == 1
 
 
+def test_an_endpoint_that_is_not_there_is_told_at_once(rollmill: Command, model: Model, run_toml: Path) -> None:
+    model.server.shutdown()
+    model.server.server_close()
+    for command in ("rollout", "eval"):
+        told = rollmill(command, run_toml, "--model", model.url)
+        assert told.code == 1 and f"{model.url} cannot be reached" in told.err and "up to and with /v1" in told.err
+
+
 @pytest.mark.parametrize(
     ("act", "told"),
     [("raise ValueError('no licence')", "ValueError: no licence"), ("return 1.0", "float, not a Reward")],

@@ -194,6 +194,8 @@ def test_an_unreachable_hub_has_a_hint(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="no file"):
+        get_model("./not-there.gguf", tmp_path / "out")
     with pytest.raises(WeightsError, match="no known model"):
         get_model("smollm3", tmp_path / "out")
 
