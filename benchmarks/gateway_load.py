@@ -18,6 +18,7 @@ import random
 import re
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 from benchmarks.gateway_stub import KEY, TOKENS
@@ -25,6 +26,7 @@ from benchmarks.gateway_stub import KEY, TOKENS
 USERS = 16
 TURNS_OF_CONVERSATION = 6
 TURNS_OF_LATENCY = 5
+PACED_USERS = 24  # of which each asks in its turn
 _MESSAGES = 9  # at the start of a conversation
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 _SESSION = re.compile(rb"\r\n(x-rollmill-session: *[^\r]+\r\n)", re.IGNORECASE)
@@ -59,6 +61,10 @@ class User(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._left: int | None = None  # bytes of a body with a length
         self._answered: asyncio.Future[float] | None = None
+
+    def skip(self, turns: int) -> None:
+        """The conversation ends this many turns sooner."""
+        self._turns += turns
 
     async def ask(self) -> float:
         """Returns the seconds until the whole answer is there."""
@@ -139,16 +145,20 @@ async def rate(conversations: Conversations, port: int, pid: int, seconds: float
 
 
 class Paced:
-    """Requests to one port at a fixed rate."""
+    """Requests to one port at a fixed rate. Users ask in turn, and their conversations are of all ages, so every sixth
+    request starts one, also after the server has stood still: a user who is new then would start another one."""
 
     def __init__(self, port: int, conversations: Conversations, stream: bool) -> None:
         self._port, self._conversations, self._stream = port, conversations, stream
-        self._idle: list[User] = []
+        self._idle: deque[User] = deque()
         self.seconds: list[float] = []
 
     async def warm_up(self) -> None:
-        self._idle = [await connect(self._port, self._conversations, self._stream) for _ in range(4)]
-        await asyncio.gather(*[user.ask() for user in self._idle])
+        for number in range(PACED_USERS):
+            user = await connect(self._port, self._conversations, self._stream)
+            await user.ask()
+            user.skip(number % TURNS_OF_CONVERSATION)
+            self._idle.append(user)
 
     async def run(self, rate: float, seconds: float) -> None:
         async with asyncio.TaskGroup() as group:
@@ -158,7 +168,7 @@ class Paced:
                 group.create_task(self._one())
 
     async def _one(self) -> None:
-        user = self._idle.pop() if self._idle else await connect(self._port, self._conversations, self._stream)
+        user = self._idle.popleft() if self._idle else await connect(self._port, self._conversations, self._stream)
         self.seconds.append(await user.ask())
         self._idle.append(user)
 

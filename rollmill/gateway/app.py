@@ -36,6 +36,7 @@ from rollmill.gateway.access.limits import KeyLimits
 from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.garbage import collect_all
 from rollmill.gateway.model_routes import ModelRoutes, dialect_name, dialect_of
 from rollmill.gateway.openapi import document
 from rollmill.gateway.recording.entries import encode_open
@@ -179,7 +180,8 @@ class Gateway:
         if self.fleet_routes is not None:
             await self.fleet_routes.look()  # the first request must find what there is
         await self._router.start()
-        sweeps = [asyncio.create_task(self._sealer.sweep()), asyncio.create_task(self._early.run())]
+        collecting = collect_all(lambda: not self._completions.running)
+        sweeps = [asyncio.create_task(each) for each in (self._sealer.sweep(), self._early.run(), collecting)]
         if self._splits is not None:
             sweeps.append(asyncio.create_task(follow(self._splits, self._router.divide)))
         if self.fleet_routes is not None:

@@ -83,18 +83,18 @@ class Completions:
         self._recorder = recorder
         self._registry = registry
         self._metrics = metrics
-        self._running: set[asyncio.Task[Any]] = set()
+        self.running: set[asyncio.Task[Any]] = set()  # of requests that are being answered
 
     async def answer(self, session: Session, ask: Ask) -> web.StreamResponse:
         """If the client disconnects, the answer is still recorded, and returned when the request is repeated: the
         server does not cancel what runs for it (`handler_cancellation` of aiohttp is off)."""
         task = asyncio.current_task()
         assert task is not None
-        self._running.add(task)
+        self.running.add(task)
         try:
             return await self._answer(session, ask)
         finally:
-            self._running.discard(task)
+            self.running.discard(task)
 
     def with_tokens(self, request: ModelRequest) -> ModelRequest:
         """A request that gives its context itself, as token ids. In the record it is a message of the role "prompt"."""
@@ -108,9 +108,9 @@ class Completions:
         return len(self._format.render_start(request.messages, request.tools))
 
     async def close(self) -> None:
-        for work in list(self._running):
+        for work in list(self.running):
             work.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self.running, return_exceptions=True)
 
     async def _answer(self, session: Session, ask: Ask) -> web.StreamResponse:
         await session.wait_for_abandoned(ask.request.messages, ask.request.tools)

@@ -6,6 +6,7 @@ it. Unknown fields are ignored: the other process may be newer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
@@ -59,6 +60,7 @@ class _Chunk:
 
 _REQUEST = TypeAdapter(_Request)
 _CHUNK = TypeAdapter(_Chunk)
+_CHUNKS = TypeAdapter(list[_Chunk])
 
 
 def request_to_json(request: GenerateRequest, *, stream: bool = False, tokens: bytes | None = None) -> bytes:
@@ -82,7 +84,21 @@ def chunk_to_json(chunk: GenerateChunk) -> bytes:
 
 
 def chunk_from_json(data: bytes) -> GenerateChunk:
-    chunk = GenerateChunk(**vars(_parse(_CHUNK, data, "chunk")))
+    return _checked(_parse(_CHUNK, data, "chunk"))
+
+
+def chunks_from_json(lines: Sequence[bytes]) -> list[GenerateChunk]:
+    """One chunk per line. They are parsed together: to start the parser takes longer than most lines."""
+    if len(lines) == 1:
+        return [chunk_from_json(lines[0])]
+    parsed = _parse(_CHUNKS, b"[%b]" % b",".join(lines), "chunks")
+    if len(parsed) != len(lines):
+        raise EngineError("chunks: a line must be one JSON object")
+    return list(map(_checked, parsed))
+
+
+def _checked(parsed: _Chunk) -> GenerateChunk:
+    chunk = GenerateChunk(**vars(parsed))
     if not len(chunk.tokens) == len(chunk.logprobs) == len(chunk.policy):
         raise EngineError("chunk: tokens, logprobs and policy must have one entry per token")
     if chunk.top_logprobs and len(chunk.top_logprobs) != len(chunk.tokens):

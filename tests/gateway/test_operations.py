@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import gc
 import json
 import resource
 import subprocess
@@ -25,6 +24,7 @@ from rollmill.cluster.roles.gateway import prepare_process, tls_context
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import health
 from rollmill.errors import ConfigError
+from rollmill.gateway.garbage import collect_as_usual
 from rollmill.gateway.watching.observer import ACCESS_LOG
 from tests.cluster.conftest import make_config
 from tests.gateway.conftest import QUICK, USER, Answers, Mill
@@ -116,6 +116,11 @@ async def test_a_request_becomes_a_span_of_the_callers_trace(mill: Mill, answers
     ]
     assert [(span.name, span.trace_id.hex()) for span in spans] == [("POST /v1/chat/completions", trace)]
     assert "Fix add" not in str(spans)
+    (span,) = spans
+    facts = {each.key: each.value for each in span.attributes}
+    assert facts["rollmill.status"].int_value == 200 and facts["rollmill.traffic"].string_value == "production"
+    took_s = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+    assert took_s == pytest.approx(facts["rollmill.seconds"].double_value, abs=1e-3) and took_s > 0
 
 
 def test_nothing_of_opentelemetry_is_imported_while_traces_are_off() -> None:
@@ -186,5 +191,5 @@ def test_the_process_may_open_many_connections() -> None:
         prepare_process()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 1 << 16)
     finally:
-        gc.unfreeze()
+        collect_as_usual()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

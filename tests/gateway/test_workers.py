@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -14,17 +15,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.errors import GatewayError
+from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.gateways import Gateways
 from rollmill.gateway.recording.entries import LogEntry, encode_open, encode_waited, read_entries
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.sessions.overview import read_sessions
 from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.watching.metrics import Metrics, added
-from rollmill.gateway.workers import Workers, log_directories, log_directory, opening
+from rollmill.gateway.workers import Workers, log_directories, log_directory, opening, share
 from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn
@@ -66,6 +73,7 @@ async def test_every_session_is_found_through_any_worker(mill: Mill, tokenizer: 
         assert status == 200 and {session["trajectory"] for session in listed["sessions"]} == set(ids)
         assert await door.sessions() == len(ids)
         assert await counted(door, "requests_total") == 3 * len(ids)
+        assert await counted(door, "request_seconds_count") == 3 * len(ids)  # one that is forwarded counts once
 
         for id, messages in zip(ids, told, strict=True):
             trajectory = await door.seal(id)
@@ -321,6 +329,69 @@ async def test_workers_share_the_limits_of_keys(mill: Mill, tokenizer: Tokenizer
     async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
         asked = [door.ask(secret, [{"role": "user", "content": f"{number}"}]) for number in range(12)]
         assert Counter([status for status, _ in await asyncio.gather(*asked)]) == {200: 5, 429: 7}
+
+
+class DyingWorker:
+    """The socket of a worker that dies: it closes the connections of its first requests, by path, without an answer, or
+    in the middle of one."""
+
+    def __init__(self, deaths: int) -> None:
+        self.requests: Counter[str] = Counter()
+        self._deaths = deaths
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+            self.requests[path] += 1
+            if path == "/begun":
+                writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+                await writer.drain()
+            elif self.requests[path] > self._deaths:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nyes")
+                await writer.drain()
+        writer.close()
+
+
+async def test_a_worker_that_dies_is_asked_again_but_not_for_feedback_or_a_begun_answer(tmp_path: Path) -> None:
+    workers, worker = Workers(0, ["", str(tmp_path / "1")]), DyingWorker(deaths=2)
+    name = next(name for name in ("a", "b", "c", "d") if workers.owner(name) == 1)
+
+    async def forward(http: web.Request) -> web.StreamResponse:
+        try:
+            return await workers.forward(http, name)
+        except GatewayError as error:
+            return web.Response(status=error.status)
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", forward)
+    async with (
+        await asyncio.start_unix_server(worker.serve, tmp_path / "1"),
+        workers.running(),
+        TestServer(app) as server,
+        aiohttp.ClientSession() as http,
+    ):
+        async with http.post(server.make_url("/v1/chat/completions")) as response:
+            assert (response.status, await response.text()) == (200, "yes")
+        async with http.post(server.make_url("/v1/feedback")) as response:
+            assert response.status == 503
+        with pytest.raises(aiohttp.ClientPayloadError):  # that it ends early shows
+            async with http.post(server.make_url("/begun")) as response:
+                assert response.status == 200
+                await response.read()
+    assert worker.requests == {"/v1/chat/completions": 3, "/v1/feedback": 1, "/begun": 1}
+
+
+def test_workers_and_gateways_divide_places_and_one_of_them_deletes_what_is_old() -> None:
+    config = GatewayConfig(engine_requests=10, queue_requests=7, retention_days=3.0)
+
+    def divided(workers: Workers) -> tuple[int, int, float | None]:
+        own = share(config, workers)
+        return own.engine_requests, own.queue_requests, own.retention_days
+
+    assert divided(Workers()) == (10, 7, 3.0)
+    assert [divided(Workers(number, [""] * 3)) for number in range(3)] == [(4, 3, 3.0), (4, 3, None), (4, 3, None)]
+    both = [Gateways(number, [lambda: None] * 2, "secret") for number in range(2)]
+    assert [divided(Workers(0, [""] * 2, gateways=each)) for each in both] == [(3, 4, 3.0), (3, 4, None)]
 
 
 ORPHAN = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import socket
@@ -21,6 +20,7 @@ from rollmill.cluster.workers import BACKLOG, run_workers
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.garbage import collect_little
 from rollmill.gateway.gateways import Gateways
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.routing.fleet import Fleet
@@ -32,7 +32,6 @@ from rollmill.tls import server_context
 from rollmill.trajectories.store import TrajectoryStore
 
 _OPEN_FILES = 1 << 16  # a stream takes two: its client and its engine
-_OBJECTS_PER_COLLECTION = 50_000  # requests make few cycles: collecting more often costs several per cent
 _SWITCH_S = 0.0005  # how long a thread that can go on waits for a busy one; Python's own value is 5 ms
 _MOST_WORKERS, _CORES_PER_WORKER = 8, 4  # if the configuration does not say how many
 
@@ -103,15 +102,13 @@ def _listen(run: RunDirectory, role: str) -> socket.socket:
 
 
 def prepare_process() -> None:
-    """Allows thousands of connections, keeps the garbage collector away from what lives as long as the process, and
-    lets the thread of the session log run soon: answers wait for it."""
+    """Allows thousands of connections, keeps collections of garbage short, and lets the thread of the session log run
+    soon: answers wait for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_OBJECTS_PER_COLLECTION, 20, 100)
+    collect_little()
     sys.setswitchinterval(_SWITCH_S)
 
 

@@ -105,7 +105,7 @@ class ChunkWriter:
     def __init__(self, request: ModelRequest, identity: Identity) -> None:
         self._request = request
         self._head = _head(request, identity, "chat.completion.chunk")
-        self._texts = [self._text_event(index) for index in range(request.count)]
+        self._before = f"data: {json.dumps(self._head)[:-1]}, "  # the same in all events
 
     def start(self, prompt_tokens: int) -> bytes:
         return b"".join(
@@ -113,16 +113,10 @@ class ChunkWriter:
         )
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = None
         if self._request.logprobs and delta.tokens:
             logprobs = {"content": openai.token_logprobs(delta.logprobs), "refusal": None}
-        if logprobs is None and not delta.reasoning:  # most events: all but the text is the same each time
-            before, after = self._texts[index]
-            return before + json.dumps(delta.text).encode() + after if delta.text else b""
-        piece = {"content": delta.text} if delta.text or not delta.reasoning else {}
-        if delta.reasoning:
-            piece["reasoning_content"] = delta.reasoning
-        return self._event(index, piece, logprobs=logprobs)
+            return self._event(index, _piece(delta), logprobs=logprobs)
+        return self._event(index, _piece(delta)) if delta.text or delta.reasoning else b""
 
     def finish(self, reply: Reply) -> bytes:
         events = b""
@@ -140,16 +134,16 @@ class ChunkWriter:
     def error(self, error: GatewayError) -> bytes:
         return fields.event(openai.error_body(error))
 
-    def _text_event(self, index: int) -> tuple[bytes, bytes]:
-        """What comes before and after the text in an event that holds nothing else."""
-        before, _, after = self._event(index, {"content": ""}).rpartition(b'""')
-        return before, after
-
     def _event(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None, **extra: Any
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        return fields.event({**self._head, "choices": [choice], **extra})
+        return f"{self._before}{json.dumps({'choices': [choice], **extra})[1:]}\n\n".encode()
+
+
+def _piece(delta: Delta) -> dict[str, str]:
+    piece = {"content": delta.text} if delta.text or not delta.reasoning else {}
+    return {**piece, "reasoning_content": delta.reasoning} if delta.reasoning else piece
 
 
 def _head(request: ModelRequest, identity: Identity, kind: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ _LONGEST_LINE = 4 << 10  # of the size of a chunk, or a trailer
 _MOST_BUFFERED = 4 << 20  # bytes that nobody has read: then the connection is not read further
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n]*)?")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 _Part = Literal["head", "sized", "size", "chunk", "chunk end", "trailer", "rest", "end"]
 
 
@@ -299,6 +300,8 @@ class _Connection(asyncio.Protocol):
             data, self._pending = self._pending + data, b""
         at = 0
         while at < len(data):
+            if self._part == "size":
+                at = self._take_chunks(data, at)
             if self._part in ("sized", "chunk"):
                 at = self._take(data, at)
             elif self._part == "rest":
@@ -322,6 +325,17 @@ class _Connection(asyncio.Protocol):
             if self._settle_timer is not None:
                 self._settle_timer.cancel()
             self._end()
+
+    def _take_chunks(self, data: bytes, at: int) -> int:
+        """The chunks that are in `data` from their size to their end, as most are. Returns where they end."""
+        while (found := _SIZE_LINE.match(data, at)) is not None:
+            begin = found.end()
+            end = begin + int(found[1], 16)
+            if begin == end or not data.startswith(b"\r\n", end):  # the last chunk, or one that goes on
+                break
+            self._add(data[begin:end])
+            at = end + 2
+        return at
 
     def _take(self, data: bytes, at: int) -> int:
         """The part of the body that is in `data`. Returns where it ends."""

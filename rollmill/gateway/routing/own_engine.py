@@ -12,7 +12,7 @@ from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.gateway.routing.engine_http import EngineConnections
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
-from rollmill.inference.wire import chunk_from_json, request_to_json
+from rollmill.inference.wire import chunk_from_json, chunks_from_json, request_to_json
 
 
 async def ask(
@@ -37,13 +37,14 @@ async def ask(
             if not newline:
                 pending.append(piece)
                 continue
-            lines = b"".join([*pending, head]).split(b"\n")
+            lines = [line for line in b"".join([*pending, head]).split(b"\n") if line]
             pending = [tail] if tail else []
-            chunks = [chunk_from_json(line) for line in lines if line]
-            if chunks and chunks[-1].finish is not None:
+            if not lines:
+                continue
+            chunks = chunks_from_json(lines)
+            if chunks[-1].finish is not None:
                 answer.finish()
-            if chunks:
-                yield chunks
+            yield chunks
 
 
 async def ask_health(client: aiohttp.ClientSession, endpoint: EngineEndpoint) -> dict[str, Any]:

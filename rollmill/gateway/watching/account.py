@@ -47,7 +47,8 @@ class Account:
         self.sampled_tokens += tokens
 
     def end(self) -> None:
-        for action in self.on_end:
+        actions, self.on_end = self.on_end, []  # they hold the account, which must not hold them: see gateway.garbage
+        for action in actions:
             action()
 
 

@@ -1,0 +1,73 @@
+"""Collections of garbage: requests leave no cycles, old objects are left alone, and nothing is kept for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+
+from rollmill.gateway import garbage
+from rollmill.gateway.sessions.sessions import Session
+from rollmill.gateway.watching.account import Account
+from tests.gateway.conftest import USER, Answers, Mill
+from tests.gateway.serve import LIVE
+from tests.gateway.stand_in import StandIn
+
+
+class Node:
+    other: Node
+
+
+async def test_a_request_leaves_no_cycle(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one two three")])))
+    _, key = mill.keys.create(["production"], requests_per_minute=1000)
+    for stream in (False, True):
+        for secret in (LIVE, key):
+            headers = {"Authorization": f"Bearer {secret}"}
+            body = {"messages": [USER], "stream": stream}
+            async with door.http.post(f"{door.url}/v1/chat/completions", json=body, headers=headers) as response:
+                assert response.status == 200 and await response.read()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        kinds = Counter(type(found) for found in gc.garbage)
+        assert not kinds[Account] and not kinds[Session], kinds
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+async def test_objects_in_use_are_left_alone_until_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_LOOK_S", 0.0)
+    monkeypatch.setattr(garbage, "_SOONEST_S", 0.0)
+    idle = asyncio.Event()
+    garbage.collect_little()
+    try:
+        kept = [[number] for number in range(20 * garbage._NEW_OBJECTS)]
+        assert len(gc.get_objects()) < 3 * garbage._NEW_OBJECTS  # all others are not looked at any more
+        old = cycle_that_was_in_use()
+        collecting = asyncio.create_task(garbage.collect_all(idle.is_set))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert old() is not None
+        idle.set()
+        while old() is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        collecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await collecting
+        assert len(gc.get_objects()) < 3 * garbage._NEW_OBJECTS < len(kept)
+    finally:
+        garbage.collect_as_usual()
+
+
+def cycle_that_was_in_use() -> weakref.ref[Node]:
+    """Nobody uses it, but somebody did when the collector looked at it."""
+    first, second = Node(), Node()
+    first.other, second.other = second, first
+    gc.collect()
+    return weakref.ref(first)
