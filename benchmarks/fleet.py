@@ -1,18 +1,20 @@
 """Several engines against one, Ray against local, an engine lost, an engine added, and what a step costs in S3.
 
-    python -m benchmarks.fleet [--quick] [--no-ray] [--base RUN] [--steps N] [--engines 1 2 4] [--repeats N]
+    python -m benchmarks.fleet [--quick] [--only engines ray steps] [--base RUN] [--repeats N]
 
-The whole takes about 8 minutes on two quiet cores. A repeat is one turn with each launcher: gateway and one engine
-start; their rate; `scale` to two, until the second one's first token; their rate; one is killed, until its successor's
-first token; and, on one host only, the rate of four. Every second repeat begins with Ray.
+Three parts, each shorter than 5 minutes on two quiet cores:
+
+    engines   on this host: the rate of one engine; `scale` to two, until the second one's first token; their rate; one
+              is killed, until its successor's first token; the rate of four
+    ray       the same with one and two engines, here and on Ray in turns; every second repeat begins with Ray
+    steps     objects and bytes that RL steps add to S3; --base names a mid-trained run, otherwise one is made
 
 The time of decoding is a SIMULATION (fleet_engine.py). Everything else is real: gateway, sessions, records, engine
 processes, an S3 server, Ray. So the ratios say what gateway, launcher and registration cost, not how fast a GPU is: say
 "simulated decode time" wherever they are quoted.
 
 Clients ask as rollouts do and never wait: there are always twice as many as places. Every figure is the median of the
-repeats, beside its spread: the largest over the smallest, minus 1. Ratios are made within a repeat. A few RL steps are
-trained too, and objects and bytes in S3 are counted; --base names a mid-trained run for them, otherwise one is made.
+repeats, beside its spread: the largest over the smallest, minus 1. Ratios are made within a repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import os
 import signal
 import statistics
@@ -30,7 +31,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,11 @@ import aiohttp
 from rich.console import Console
 
 from benchmarks.fleet_engine import KIND, PLACES
+from benchmarks.fleet_places import ray_node, s3
 from benchmarks.output import at_least, at_most, finish
 from rollmill.cluster.addresses import find_gateway
 from rollmill.cluster.drive import drive
 from rollmill.cluster.launcher import Launcher
-from rollmill.cluster.ports import free_ports
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.scale import Engines, ask_scale
 from rollmill.config import load_config
@@ -55,8 +56,8 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 
 TOKENS = 16
-KEYS = {"AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
 BRIEF = ["evals.tasks=1", "evals.fresh_tasks=0", "evals.family_tasks=0", "evals.greedy=false"]
+PARTS = ("engines", "ray", "steps")
 CONSOLE = Console(highlight=False)
 
 
@@ -231,61 +232,6 @@ def store_costs(root: Path, bucket: str, base: RunDirectory, steps: int) -> dict
     return figures
 
 
-@contextlib.contextmanager
-def s3() -> Iterator[str]:
-    """A moto server. Yields the URL of a prefix in a bucket."""
-    [port] = free_ports(1)
-    server = subprocess.Popen(
-        [str(Path(sys.executable).parent / "moto_server"), "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError):
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-                connection.request("PUT", "/fleet")
-                connection.getresponse()
-                break
-            time.sleep(0.1)
-        os.environ.update({**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"})
-        yield "s3://fleet/runs"
-    finally:
-        server.kill()
-        server.wait()
-
-
-@contextlib.contextmanager
-def ray_node() -> Iterator[str]:
-    """A Ray cluster of one node: this host. Yields its address."""
-    port = next(port for port in free_ports(50) if port > 20_000)  # Ray gives lower ones to its workers
-    program = str(Path(sys.executable).parent / "ray")
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}
-    environment = {**os.environ, **settings, "PYTHONPATH": os.getcwd()}
-    options = ["--num-cpus=8", "--include-dashboard=false", "--include-log-monitor=false", "--block"]
-    with tempfile.TemporaryFile() as log:
-        node = subprocess.Popen(
-            [program, "start", "--head", f"--port={port}", "--node-ip-address=127.0.0.2", *options],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            while b"Ray runtime started" not in os.pread(log.fileno(), 1 << 20, 0):
-                if node.poll() is not None:
-                    raise SystemExit(f"Ray does not start: {os.pread(log.fileno(), 1 << 20, 0).decode()}")
-                time.sleep(0.2)
-            yield f"127.0.0.2:{port}"
-        finally:
-            import ray
-
-            ray.shutdown()  # a driver whose cluster has ended aborts the process, and nobody sees why
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGTERM)
-            node.wait()
-
-
 def midtrained(root: Path) -> RunDirectory:
     """A run whose first stage is trained, for RL steps that have something to learn."""
     run = create(root, "base", "stages.midtrain.steps=140", "stages.midtrain.training.threads=1")
@@ -320,7 +266,7 @@ def compare(measured: dict[str, list[float]]) -> tuple[dict[str, float], dict[st
         if one and (many := measured.get(f"samples_per_s_{engines}_local")):
             measured[f"speedup_{engines}"] = ratios(many, one)
     if "samples_per_s_2_ray" in measured:
-        measured["local_over_ray"] = ratios(measured["samples_per_s_2_local"], measured["samples_per_s_2_ray"])
+        measured["local_over_ray"] = ratios(measured["samples_per_s_2_beside_ray"], measured["samples_per_s_2_ray"])
     figures: dict[str, float] = {}
     for name, each in measured.items():
         figures[name] = statistics.median(each)
@@ -334,15 +280,32 @@ def compare(measured: dict[str, list[float]]) -> tuple[dict[str, float], dict[st
     return figures, bars
 
 
+def measure_engines(root: Path, bucket: str, repeats: int, seconds: float) -> dict[str, list[float]]:
+    measured: dict[str, list[float]] = {}
+    run = fleet_run(root, "fleet", bucket)
+    for _ in range(repeats):
+        measure(measured, run, (1, 2, 4), seconds, "local")
+    return measured
+
+
+def measure_ray(root: Path, bucket: str, repeats: int, seconds: float) -> dict[str, list[float]]:
+    measured: dict[str, list[float]] = {}
+    with ray_node() as address:
+        cluster = f"cluster={{kind='ray',address='{address}',scratch='{root}/nodes'}}"
+        there = replace(fleet_run(root, "ray", bucket, cluster), ports={})  # its gateway says where it is
+        turns = [(fleet_run(root, "here", bucket), "beside_ray"), (there, "ray")]
+        for repeat in range(repeats):
+            for run, where in turns if repeat % 2 == 0 else reversed(turns):
+                measure(measured, run, (1, 2), seconds, where)
+    return measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one repeat, no RL steps")
-    parser.add_argument("--no-ray", action="store_true")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="these parts and no others")
     parser.add_argument("--base", type=Path, help="a mid-trained run, for what a step costs in S3")
-    parser.add_argument("--steps", type=int, default=4, help="RL steps, for what a step costs in S3; 0: none")
-    parser.add_argument(
-        "--engines", type=int, nargs="+", default=[1, 2, 4], help="numbers of engines to compare; has 2"
-    )
+    parser.add_argument("--steps", type=int, default=4, help="RL steps, for what a step costs in S3")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measured rate")
     arguments = parser.parse_args()
@@ -350,18 +313,13 @@ def main() -> None:
     began, load = time.monotonic(), os.getloadavg()[0]
     measured: dict[str, list[float]] = {}
     costs: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        root, bucket = Path(directory), stack.enter_context(s3())
-        turns = [(fleet_run(root, "fleet", bucket), arguments.engines, "local")]
-        if not arguments.no_ray:
-            address = stack.enter_context(ray_node())
-            cluster = f"cluster={{kind='ray',address='{address}',scratch='{root}/nodes'}}"
-            there = replace(fleet_run(root, "ray", bucket, cluster), ports={})  # its gateway says where it is
-            turns.append((there, [count for count in arguments.engines if count <= 2], "ray"))
-        for repeat in range(repeats):
-            for run, counts, where in turns if repeat % 2 == 0 else reversed(turns):
-                measure(measured, run, counts, seconds, where)
-        if arguments.steps and not arguments.quick:
+    with tempfile.TemporaryDirectory() as directory, s3() as bucket:
+        root = Path(directory)
+        if "engines" in arguments.only:
+            measured |= measure_engines(root, bucket, repeats, seconds)
+        if "ray" in arguments.only:
+            measured |= measure_ray(root, bucket, repeats, seconds)
+        if "steps" in arguments.only and not arguments.quick:
             base = RunDirectory.open(arguments.base) if arguments.base is not None else midtrained(root)
             costs = store_costs(root, bucket, base, arguments.steps)
     figures, bars = compare(measured)

@@ -73,6 +73,7 @@ EVENTS: Mapping[str, Event] = {
         wait_seconds="seconds it waited for groups; the mismatch of the step before is measured meanwhile",
         due_seconds="the part of that wait in which enough groups were ready, but older ones were due",
         seconds="seconds it took, without publishing: its version is written while the next step runs",
+        from_ledger="true: its trainer was lost before it told this; only what the ledger knows is here",
         staleness_mean="mean staleness of its tokens, in versions",
         staleness_max="largest staleness of a token",
         staleness_counts="tokens by staleness",

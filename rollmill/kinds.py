@@ -216,7 +216,7 @@ def missing_members(found: type, protocol: type) -> list[str]:
     """What keeps a class from being the Protocol: members that are missing, or that cannot be called as it says."""
     problems = []
     annotated = {name for base in found.__mro__ for name in getattr(base, "__annotations__", {})}
-    for name in sorted(_members(protocol)):
+    for name in sorted(members_of(protocol)):
         wanted, given = getattr(protocol, name, None), getattr(found, name, None)
         if given is None and name not in annotated:
             problems.append(f"it has no `{name}`{_shape(name, wanted)}")
@@ -229,7 +229,7 @@ def missing_members(found: type, protocol: type) -> list[str]:
     return problems
 
 
-def _members(protocol: type) -> set[str]:
+def members_of(protocol: type) -> set[str]:
     bases = [base for base in protocol.__mro__ if base not in (object, Protocol, typing.Generic)]
     names = {name for base in bases for name in (*vars(base), *getattr(base, "__annotations__", {}))}
     return {name for name in names if not name.startswith("_")}

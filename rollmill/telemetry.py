@@ -66,6 +66,15 @@ def busy(what: str, **fields: Any) -> Iterator[None]:
         emit("busy", what=what, start=start, end=time.time(), **fields)
 
 
+def append_events(directory: Path, process: str, events: Iterable[Mapping[str, Any]]) -> None:
+    """Write events that another process could not write. Each has `at`, `kind` and its fields."""
+    lines = [json.dumps({**_plain(event), "process": process}, allow_nan=False) + "\n" for event in events]
+    if lines:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"{process}.jsonl").open("a") as file:
+            file.write("".join(lines))
+
+
 def read_events(directory: Path) -> list[dict[str, Any]]:
     """All events of a run in time order. A line cut short by a crash is left out."""
     return EventTail(directory).poll()

@@ -79,6 +79,8 @@ def status(directory: Directory) -> None:
     state = state_of(run)
     table = _facts_table()
     table.add_row("run", f"{run.config.name} (id {run.id})")
+    if isinstance(run.home_store, str):
+        table.add_row("from any host", run.home_store)
     table.add_row("state", state.word)
     table.add_row("stage", _progress(state))
     table.add_row("held-out solve rate", state.result or "not evaluated yet")

@@ -89,7 +89,8 @@ def train(
         run = begin_run(root, config)
     if detach:
         build(run.config.cluster).submit(run)
-        typer.echo(f"{run.path} trains in the background; `rollmill status {run.path}` shows it, `stop` stops it")
+        name = run.home_store if isinstance(run.home_store, str) else run.path  # the URL works on every host
+        typer.echo(f"{run.path} trains in the background; `rollmill status {name}` shows it, `stop` stops it")
         return
     run_to_report(run)
 

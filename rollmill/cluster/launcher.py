@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 5  # of one role; after that a restart will not help either
 STEADY_S = 600.0  # a role that ran this long starts with a fresh count of restarts
-STOP_PATIENCE_S = 20.0
 FINAL = 3  # exit code of a role process: a restart will not help, its log says why
 TERMINATED = 128 + signal.SIGTERM  # exit code of a role process: it was asked to stop before its work was done
 

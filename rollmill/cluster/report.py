@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from rollmill.realtime.collect import PRODUCTION
 from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.training.stage import RolloutSettings
+from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.steps import Commit
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import Trajectory
+from rollmill.types import Trajectory, TrajectoryState
 
 SECOND_ACT = "live"  # a run inside the run: what the demo learns from users
 ACCEPTANCE = "acceptance.json"  # what simulated users truly thought, measured before and after
@@ -34,6 +38,7 @@ ACCEPTANCE = "acceptance.json"  # what simulated users truly thought, measured b
 
 def report_run(run: RunDirectory) -> Path:
     """Write `report.html` and `report.json` into the run's directory, and into its `store` if it has one."""
+    tell_untold_steps(run)
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
     living, user_conversation = _living(run)
     report = write_report(
@@ -60,6 +65,40 @@ def share_report(run: RunDirectory, *, anew: bool = False) -> None:
     objects = Objects.open(run.home_store)
     if anew or not is_sent(objects):
         send_report(objects, run.path)
+
+
+def tell_untold_steps(run: RunDirectory) -> None:
+    """Write the `step` events of committed steps that have none: their trainer was killed before it told, or its host
+    was lost with its last events."""
+    steps = [event for event in telemetry.read_events(run.events) if event["kind"] == "step"]
+    told = {(event.get("stage"), event.get("step")) for event in steps}
+    untold: list[dict[str, Any]] = []
+    for stage in run.config.stages:
+        if isinstance(stage, RolloutSettings):
+            ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+            commits = {commit.step: commit for commit in ledger.commits() if (stage.name, commit.step) not in told}
+            named = {"stage": stage.name, "steps": stage.steps}
+            untold += [{**_step_event(ledger, commit), **named} for commit in commits.values()]
+    telemetry.append_events(run.events, "ledger", untold)
+
+
+def _step_event(ledger: Ledger, commit: Commit) -> dict[str, Any]:
+    record = ledger.step(commit.step)
+    assert record is not None, "a step is recorded before it is committed"
+    entered = [row for group in record.groups for row in ledger.entered(group)]
+    graded = [row for row in entered if row.state == TrajectoryState.graded]
+    return {
+        "at": commit.created_at,
+        "kind": "step",
+        "step": commit.step,
+        "version": commit.version.number,
+        "groups": len(record.groups),
+        "trajectories": len(record.trajectories),
+        "reward_mean": sum(row.reward or 0.0 for row in graded) / len(graded) if graded else None,
+        "solve_rate": sum(bool(row.solved) for row in graded) / len(graded) if graded else None,
+        "excluded": dict(Counter(state.value for state, _ in record.excluded.values())),
+        "from_ledger": True,
+    }
 
 
 def loans_of(run: RunDirectory) -> list[LoanRecord]:

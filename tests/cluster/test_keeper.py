@@ -15,8 +15,8 @@ from rollmill import telemetry
 from rollmill.cluster.handed import hand_to
 from rollmill.cluster.launcher import MAX_RESTARTS
 from rollmill.cluster.launchers import ray_roles
-from rollmill.cluster.launchers.keeper import Supervisor
 from rollmill.cluster.launchers.ray_roles import RayLauncher
+from rollmill.cluster.launchers.supervisor import Supervisor
 from rollmill.cluster.presence import Presence
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import RollmillError
@@ -25,7 +25,7 @@ from rollmill.storage.objects import Objects
 # the start of Python takes until somebody sends SIGTERM: the signal comes while the process imports
 SLOW = """
 import signal, time
-if "rollmill.cluster.launchers.keeper" in " ".join(__import__("sys").orig_argv):
+if "rollmill.cluster.launchers.supervisor" in " ".join(__import__("sys").orig_argv):
     while signal.SIGTERM not in signal.sigpending():
         time.sleep(0.02)
 """

@@ -28,7 +28,7 @@ from rollmill.telemetry import read_events
 from tests.cluster.chance import TINY, train_first_stage
 from tests.cluster.ray_nodes import Nodes, ray_nodes
 from tests.e2e.small_run import BRIEF_EVALS, small_run
-from tests.e2e.test_kill import check_stores, digests, finished_ids, stores
+from tests.e2e.test_kill import check_report, check_stores, digests, finished_ids, stores
 from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 pytestmark = pytest.mark.slow
@@ -74,14 +74,18 @@ def failure(run: RunDirectory) -> str:
 
 def process(nodes: Nodes, title: str) -> tuple[int, str] | None:
     """The pid, and the address of the node, of a process whose title begins like this."""
+    found = ((pid, address) for pid, address, name in processes(nodes) if name.startswith(title))
+    return next(found, None)
+
+
+def processes(nodes: Nodes) -> Iterator[tuple[int, str, str]]:
+    """The pid, the address of the node and the title of each process on a node."""
     spaces = {os.readlink(f"/proc/{node.first}/ns/pid"): node.address for node in nodes.alive}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (entry / "cmdline").read_bytes().startswith(title.encode()):
-                space = os.readlink(entry / "ns" / "pid")
-                if space in spaces:
-                    return int(entry.name), spaces[space]
-    return None
+            address = spaces.get(os.readlink(entry / "ns" / "pid"))
+            if address is not None:
+                yield int(entry.name), address, (entry / "cmdline").read_bytes().decode(errors="replace")
 
 
 def command(*words: str) -> str:
@@ -100,6 +104,7 @@ class Watched:
         self.draw = random.Random(os.urandom(8))
         self.digests: dict[int, str] = {}
         self.finished: set[str] = set()
+        self.lost: set[str] = set()  # what was on the nodes that were lost
 
     def next_moment(self, title: str) -> tuple[int, str]:
         """Waits for one more step, then up to 2 s, and until a process with this title runs. Returns its pid, and the
@@ -114,6 +119,14 @@ class Watched:
         assert found is not None, f"{title} has ended by itself"
         self.say(f"{title} is on {found[1]}")
         return found
+
+    def lose_node_of(self, title: str) -> None:
+        """At the next moment, with everything on it."""
+        _, address = self.next_moment(title)
+        there = {name.split()[1] for _, on, name in processes(self.nodes) if on == address and name[:9] == "rollmill "}
+        self.lost |= {role.partition("-")[0] for role in there}
+        self.say(f"{address} is lost with {', '.join(sorted(there))}")
+        self.nodes.lose(address)
 
     def say(self, what: str) -> None:
         print(f"{time.monotonic() - self.began:5.0f} s, step {self.ledger.committed()}: {what}", flush=True)
@@ -137,8 +150,8 @@ def test_a_run_survives_the_loss_of_every_node(tmp_path: Path, database_url: str
     os.killpg(driver.pid, signal.SIGKILL)
     command("scale", url, "engines=2")
 
-    # the node of the trainer is lost: with it an engine, and whatever else is there
-    nodes.lose(watched.next_moment("rollmill trainer ")[1])
+    # the node of the trainer is lost, with whatever else is there
+    watched.lose_node_of("rollmill trainer ")
     another = nodes.start_worker()
     # the head is lost, and comes back with what it had written to Redis
     watched.next_moment(SUPERVISOR)
@@ -156,12 +169,17 @@ def test_a_run_survives_the_loss_of_every_node(tmp_path: Path, database_url: str
     # the supervisor is killed: Ray brings it back, and it takes over the processes that run
     os.kill(watched.next_moment(SUPERVISOR)[0], signal.SIGKILL)
     # the node of a gateway is lost: with it its open sessions
-    nodes.lose(watched.next_moment("rollmill gateway ")[1])
+    watched.lose_node_of("rollmill gateway ")
+    if "engine" not in watched.lost:
+        nodes.start_worker()
+        watched.lose_node_of("rollmill engine-")
+    assert {"trainer", "gateway", "engine"} <= watched.lost
     wait_for(lambda: state_of(run).word == "finished", run)
     watched.say("finished")
 
     check_stores(run, watched.digests, watched.finished)
     events = collected(run)
+    check_report(run)
     assert "engine-home-2" in {event["process"] for event in events}
     assert {"trainer", "gateway"} <= {event["target"] for event in events if event["kind"] == "restart"}
     players = {event["process"] for event in events if event["kind"] == "rollout" and event["split"] == "train"}

@@ -6,18 +6,24 @@ import json
 import time
 from pathlib import Path
 
+from rollmill import telemetry
 from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT, report_run
 from rollmill.cluster.run import RunDirectory
 from rollmill.evals.gate import GateConfig, judge
 from rollmill.evals.run import Conduct
+from rollmill.events import EVENTS
 from rollmill.realtime.collect import PRODUCTION
 from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Version
 from tests.cluster.served import published_run
+from tests.e2e.test_kill import stores
 from tests.trajectories import build
+from tests.trajectories.test_ledger import record, settle
 
 STATES = ("distilling", "training", "gating", "canary", "promoting", "promoted")
 
@@ -81,3 +87,22 @@ def test_a_run_of_its_own_users_has_no_measured_acceptance(tmp_path: Path) -> No
     living = json.loads(page.with_suffix(".json").read_text())["living"]
     assert living["gain"] is None and living["cycles"][0]["counts"] == {"trainable": 3}
     assert "simulated" not in page.read_text() and "second act" not in page.read_text()
+
+
+def test_a_step_whose_trainer_was_killed_before_it_told_is_in_the_report(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 3)
+    _, ledger, trajectories = stores(run)
+    for number in (1, 2):
+        group = f"group-{number}"
+        ledger.start_group(group, "task", 2, pace=Pace(2, 2, 1, 20), ids=[f"{group}-0", f"{group}-1"])
+        settle(trajectories, ledger, group)
+        ledger.write_step(record(ledger, number, group))
+        ledger.commit_step(number, Version("rl", number), f"digest {number}")
+    telemetry.append_events(run.events, "trainer", [{"at": 1.0, "kind": "step", "stage": "rl", "step": 1, "groups": 1}])
+    for _ in range(2):  # the second time there is nothing left to tell
+        figures = json.loads(report_run(run).with_suffix(".json").read_text())["training"]
+        assert figures["steps"] == 2 and figures["groups"] == 2 and figures["reward_last"] == 0.5
+    [written] = (run.events / "ledger.jsonl").read_text().splitlines()
+    event = json.loads(written)
+    assert event["from_ledger"] and event["step"] == 2 and event["version"] == 2 and event["stage"] == "rl"
+    assert set(event) - {"at", "process", "kind", "stage"} <= set(EVENTS["step"].fields)

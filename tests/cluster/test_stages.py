@@ -11,21 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.cluster.prepare import describe_longer
+from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.stages import evaluations, is_published, last_version, newest_step, phases
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, TrainingError
 from rollmill.kinds import build
 from rollmill.models.config import Llama3Rope, ModelConfig, YarnRope, with_context
 from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.models.huggingface.describe import describe_model
 from rollmill.storage.objects import Objects
+from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.files.companions import keep_companions, kept_companions
 from rollmill.weights.reading.store import WeightStore
-from tests.cluster.checkpoints import RL, TASKS
+from tests.cluster.checkpoints import RL, TASKS, chat_tokenizer
 from tests.cluster.conftest import make_config
 from tests.inference.test_follower import Line
 
@@ -138,6 +141,10 @@ def test_a_stage_of_ones_own(own: Path, tmp_path: Path) -> None:
         load_config(RunConfig, own, ["stages.dpo.kind=own_stages:Nothing"])
     with pytest.raises(ConfigError, match=r"unknown key 'bta'; did you mean 'beta'"):
         load_config(RunConfig, own, ["stages.dpo.bta=1.0"])
+    chat_tokenizer(SPECIAL_TOKENS).save(run.tokenizer)
+    weights = WeightStore(Objects.open(run.home_store))
+    with pytest.raises(TrainingError, match=r"the objective of stage 'dpo', tuple, has no `backward`"):
+        trainer._objective(run, stage, weights, stage.training, WHOLE)  # before the first step
 
 
 def test_paths_in_sources_begin_at_the_file(tmp_path: Path) -> None:

@@ -174,9 +174,10 @@ def test_loans_say_which_engine_since_when_for_what_and_why(run: RunDirectory) -
         }
         assert "late</b>" in rows[1] and "production rose" in rows[1] and "quiet" in rows[1]
         assert "lent now" in rows[2] and "its process ended" in rows[3]
+        assert "<td>not known</td>" in rows[3], "nobody saw when it ended"
         assert "nobody prolonged" in rows[4] and "<td>60" in rows[4]
     assert figures["loans"] == 4 and figures["open"] == 1 and figures["late"] == 1 and figures["limit_seconds"] == 10.0
-    assert figures["return_seconds"] == {"mean": 12.5, "max": 12.5}
+    assert figures["return_seconds"] == {"mean": 12.5, "max": 12.5} and 60 <= figures["lent_seconds"] < 1e6
 
 
 async def test_only_this_machine_may_ask_without_a_key(run: RunDirectory, visit: Open) -> None:

@@ -114,7 +114,14 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     check_stores(run, seen_digests, seen_finished)
+    check_report(run)
     check_restarts(run)
+
+
+def check_report(run: RunDirectory) -> None:
+    """Every step is in it, also one whose trainer was killed before it could tell."""
+    figures = json.loads((run.path / "report.json").read_text())
+    assert figures["training"]["steps"] == run.config.stages[-1].steps
 
 
 def check_stores(run: RunDirectory, seen_digests: dict[int, str], seen_finished: set[str]) -> None:
@@ -145,7 +152,7 @@ def check_stores(run: RunDirectory, seen_digests: dict[int, str], seen_finished:
     counts = ledger.counts()
     assert sum(counts.values()) == len(rows) and counts["admitted"] == counts["leased"] == 0
     # no token is over the staleness bound, whoever died
-    assert all(event["masked_stale"] == 0 for event in read_events(run.events) if event["kind"] == "step")
+    assert all(event.get("masked_stale", 0) == 0 for event in read_events(run.events) if event["kind"] == "step")
     # published versions kept their digests, and all of them verify
     after = digests(weights, "rl")
     assert {number: after[number] for number in seen_digests} == seen_digests

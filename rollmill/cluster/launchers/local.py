@@ -7,7 +7,6 @@ the others. Their output goes to `logs/NAME.log` of the run directory.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -20,8 +19,9 @@ from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.cluster.beacon import driven_elsewhere
 from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
+from rollmill.cluster.exits import STOP_PATIENCE_S, describe_exit, last_words
 from rollmill.cluster.handed import hand_to
-from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
+from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S
 from rollmill.cluster.lock import holder, terminate
 from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.presence import Presence
@@ -239,20 +239,3 @@ def _end_all(processes: Sequence[Child]) -> tuple[int, int]:
     final = [rank for rank, code in enumerate(codes) if code == FINAL]
     rank = (final or [rank for rank in failed if codes[rank]] or failed)[0]
     return rank, codes[rank]
-
-
-def last_words(logs: Path, name: str) -> str:
-    """The end of a role's log, for an error."""
-    try:
-        with (logs / f"{name}.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-            lines = log.read().decode(errors="replace").strip().splitlines()
-    except OSError as error:
-        return f"its log cannot be read: {error.strerror}"
-    return " ".join(lines[-2:])[-600:] or "its log is empty"
-
-
-def describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"stopped with exit code {code}"

@@ -1,6 +1,6 @@
 """A run on a Ray cluster: Ray decides where each process runs, and starts it again elsewhere when its node is lost.
 
-    `rollmill train`  ──►  supervisor  ──►  a keeper per process  ──►  role process (forked, as on one host)
+    `rollmill train`  ──►  supervisor  ──►  a keeper per process  ──►  role process: forked by the nursery of its node
                            actor            actor                      logs and events ──► the run's store
 
 Actors are detached: the command may leave. The supervisor is what the command is on one host: it drives the stages, and
@@ -8,7 +8,8 @@ restarts role processes that exit. A keeper whose node is lost comes back on ano
 supervisor starts the process there; while the supervisor itself is away, the processes go on. Roles meet in the run's
 stores, so they need no directory of another host. What a node keeps is a cache, or a log that may be lost.
 
-Here is what a command asks of the cluster; ray_roles.py is the supervisor's side, keeper.py what runs on the nodes.
+Here is what a command asks of the cluster; ray_roles.py is the supervisor's side; supervisor.py and keeper.py run on
+the nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import sys
 from pydantic import Field
 
 from rollmill.cluster.handed import hand_to
-from rollmill.cluster.launchers.keeper import Supervisor
 from rollmill.cluster.launchers.ray_cluster import (
     actor_options,
     check_room,
@@ -29,6 +29,7 @@ from rollmill.cluster.launchers.ray_cluster import (
     node_address,
 )
 from rollmill.cluster.launchers.ray_roles import PLACE_S, RayLauncher
+from rollmill.cluster.launchers.supervisor import Supervisor
 from rollmill.cluster.naming import PASSWORD, describe_run
 from rollmill.cluster.outbox import bring
 from rollmill.cluster.presence import Presence

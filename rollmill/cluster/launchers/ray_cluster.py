@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollmill.backoff import Backoff
 from rollmill.cluster.launchers.keeper import NODE
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.errors import ConfigError
+
+if TYPE_CHECKING:  # a keeper imports this module, and a new engine waits for it
+    from rollmill.cluster.run import RunConfig, RunDirectory
 
 NAMESPACE = "rollmill"
 REGION = "region"  # label of Ray nodes

@@ -19,10 +19,10 @@ from typing import Any
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
+from rollmill.cluster.exits import STOP_PATIENCE_S, describe_exit
 from rollmill.cluster.handed import hand_to
-from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
+from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S
 from rollmill.cluster.launchers.keeper import Keeper
-from rollmill.cluster.launchers.local import describe_exit
 from rollmill.cluster.launchers.ray_cluster import (
     NAMESPACE,
     REGION,

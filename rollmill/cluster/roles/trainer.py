@@ -16,7 +16,7 @@ from rollmill.cluster.prepare import describe_longer, need_tokenizer, prepare
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import last_version
 from rollmill.errors import TrainingError
-from rollmill.kinds import build
+from rollmill.kinds import build, members_of
 from rollmill.models.device import choose_device
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -93,7 +93,7 @@ def _objective(
     config, database = run.config, open_database(run.database_url)
     tokenizer = Tokenizer.load(need_tokenizer(run))
     kind: Stage = build(stage)
-    return kind.objective(
+    objective = kind.objective(
         StageContext(
             name=stage.name,
             steps=stage.steps,
@@ -109,3 +109,9 @@ def _objective(
             directory=run.data / "stages" / stage.name,
         )
     )
+    if missing := sorted(name for name in members_of(Objective) if not hasattr(objective, name)):
+        raise TrainingError(
+            f"the objective of stage {stage.name!r}, {type(objective).__name__}, has no `{missing[0]}`",
+            hint="docs/reference/python.md shows Objective",
+        )
+    return objective

@@ -22,7 +22,7 @@ class LoanRecord:
     engine: str
     line: str
     since: float  # seconds since the epoch
-    until: float | None  # None: it is lent now
+    until: float | None  # None: it is lent now; NaN: nobody saw when it ended
     why: str
     why_returned: str = ""
     return_s: float | None = None  # from when it was needed; None: it returned by itself, or has not returned
@@ -65,7 +65,7 @@ def read_loans(events: Iterable[Event], running: Mapping[str, float]) -> list[Lo
     for name, lend in [*open_.items()]:
         since = finite(lend["at"], 0.0)
         if since < running.get(name, math.inf):
-            end(name, since, {"reason": "its process ended"})
+            end(name, math.nan, {"reason": "its process ended"})
         else:
             found.append(LoanRecord(name, str(lend.get("line")), since, None, str(lend.get("reason") or "–")))
     return sorted(found, key=lambda loan: (loan.until is None, loan.since), reverse=True)
@@ -80,7 +80,7 @@ def loan_figures(loans: Sequence[LoanRecord]) -> dict[str, Any] | None:
     return {
         "loans": len(loans),
         "open": sum(loan.until is None for loan in loans),
-        "lent_seconds": sum(loan.until - loan.since for loan in loans if loan.until is not None),
+        "lent_seconds": sum(loan.until - loan.since for loan in loans if loan.until and not math.isnan(loan.until)),
         "returns": len(returns),
         "return_seconds": {"mean": sum(returns) / len(returns) if returns else None, "max": max(returns, default=None)},
         "limit_seconds": limits[0] if limits else None,
@@ -121,7 +121,9 @@ def _words(loans: Sequence[LoanRecord]) -> str:
 def _row(loan: LoanRecord) -> list[str]:
     at = time.gmtime(loan.since)
     since = tag("time", time.strftime("%Y-%m-%d %H:%M:%S UTC", at), data_since=f"{loan.since:.0f}")
-    lasted: str = tag("b", "lent now", class_="good") if loan.until is None else duration(loan.until - loan.since)
+    lasted: str = tag("b", "lent now", class_="good")
+    if loan.until is not None:
+        lasted = "not known" if math.isnan(loan.until) else duration(loan.until - loan.since)
     back = "–" if loan.return_s is None else duration(loan.return_s)
     return [
         loan.engine,
