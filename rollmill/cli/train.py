@@ -89,10 +89,14 @@ def train(
         run = begin_run(root, config)
     if detach:
         build(run.config.cluster).submit(run)
-        name = run.home_store if isinstance(run.home_store, str) else run.path  # the URL works on every host
-        typer.echo(f"{run.path} trains in the background; `rollmill status {name}` shows it, `stop` stops it")
+        tell_detached(run)
         return
     run_to_report(run)
+
+
+def tell_detached(run: RunDirectory) -> None:
+    name = run.home_store if isinstance(run.home_store, str) else run.path  # the URL works on every host
+    typer.echo(f"{run.path} trains in the background; `rollmill status {name}` shows it, `stop` stops it")
 
 
 def run_to_report(run: RunDirectory) -> None:

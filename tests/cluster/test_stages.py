@@ -143,8 +143,9 @@ def test_a_stage_of_ones_own(own: Path, tmp_path: Path) -> None:
         load_config(RunConfig, own, ["stages.dpo.bta=1.0"])
     chat_tokenizer(SPECIAL_TOKENS).save(run.tokenizer)
     weights = WeightStore(Objects.open(run.home_store))
+    training = stage.training.model_copy(update={"tokens_per_microbatch": 64})
     with pytest.raises(TrainingError, match=r"the objective of stage 'dpo', tuple, has no `backward`"):
-        trainer._objective(run, stage, weights, stage.training, WHOLE)  # before the first step
+        trainer._objective(run, stage, weights, training, WHOLE)  # before the first step
 
 
 def test_paths_in_sources_begin_at_the_file(tmp_path: Path) -> None:
