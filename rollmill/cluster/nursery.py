@@ -243,7 +243,7 @@ def main(descriptor: int, directory: Path | None = None) -> int:
     askers = [] if directory else [_Asker(own)]
     left: list[_Asker] = []  # their children are dying
     while True:
-        waited = [woken, *([own] if directory else []), *askers]
+        waited: list[socket.socket | _Asker] = [woken, *([own] if directory else []), *askers]
         ready = select.select(waited, [], [], None if askers else IDLE_S)[0]
         if not ready and directory and _retire(own, directory):
             return 0
