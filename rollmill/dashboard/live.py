@@ -17,7 +17,7 @@ from typing import TypeVar
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.state import RunState, state_of
 from rollmill.dashboard import overview
-from rollmill.dashboard.queries import Costs, Queue, read_cycles, read_queue, read_recent, run_keys
+from rollmill.dashboard.queries import Costs, Queue, Served, read_cycles, read_queue, read_recent, read_served, run_keys
 from rollmill.dashboard.source import Source
 from rollmill.dashboard.status import Channel, read_channels, read_engines, read_processes
 from rollmill.dashboard.watch import Watch
@@ -32,6 +32,7 @@ from rollmill.weights.reading.store import WeightStore
 
 FRESH_S = 1.0  # a younger copy is not made again
 SHARE = 20.0
+USERS_S = 3.0  # conversations of production are counted again this seldom
 SLOW_S = 10.0  # what has to be listed in an object store is read this seldom
 MOST_RECENT = 1000  # trajectories per run of a database
 SHOWN_KEYS = 50
@@ -105,6 +106,7 @@ class Live:
             {
                 "head": overview.hero(kicker, mood, run.config.name, drawn.pop("lead"), progress, drawn.pop("tiles")),
                 "cycle": overview.cycles(self._cycles()),
+                "users": overview.users(self._served(run), MOST_RECENT),
                 "learning": drawn.pop("learning"),
                 "solving": drawn.pop("solving"),
                 "queue": overview.queue(stage, queue, engines),
@@ -146,6 +148,11 @@ class Live:
     def _cycles(self) -> dict[int, list[Move]]:
         only = self._source.only
         return read_cycles(self._source.database, only) if only is not None and self._source.exists else {}
+
+    def _served(self, run: RunDirectory) -> dict[str, Served]:
+        if not self._source.exists:
+            return {}
+        return self._now_and_then("users", lambda: read_served(self._source.database, run.id, MOST_RECENT), USERS_S)
 
     def _channels(self) -> list[Channel]:
         objects = self._source.objects

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlencode
 
 from rollmill.cluster.state import RunState
-from rollmill.dashboard.queries import Queue, RecentWork, StepCost
+from rollmill.dashboard.queries import Queue, RecentWork, Served, StepCost
 from rollmill.dashboard.status import Channel, Process, ServingEngine
 from rollmill.evals.report.charts import Axes, Point, Series, line_chart
 from rollmill.evals.report.figures import Event, finite
@@ -16,6 +16,7 @@ from rollmill.evals.report.markup import Markup, join, tag
 from rollmill.evals.report.page import tile
 from rollmill.evals.report.scales import duration, number, percent
 from rollmill.evals.report.sections import figure, section
+from rollmill.realtime.collect import PRODUCTION
 from rollmill.realtime.journal import Move
 from rollmill.types import Version
 
@@ -253,6 +254,27 @@ def cycles(found: Mapping[int, Sequence[Move]]) -> Markup:
         listed.append(tag("details", head, table(("State", "Why", "Since"), rows, words=3), open=not listed))
     about = "Learning from live users: collect, distil, train, gate, canary, then promote, hold or roll back."
     return section("The cycle", about, *listed)
+
+
+def users(found: Mapping[str, Served], most: int) -> Markup:
+    """Production: which version answered how many conversations, and what users did with the answers."""
+    if not found:
+        return Markup("")
+    rows = [
+        [
+            tag("code", version),
+            ", ".join(f"{kind[:40]} {number(count)}" for kind, count in served.signals.most_common(6)) or "–",
+            number(served.conversations),
+            number(round(served.contexts / served.conversations, 1)),
+            number(served.judged),
+        ]
+        for version, served in found.items()
+    ]
+    total = sum(served.conversations for served in found.values())
+    link = tag("a", "Read them", href=f"/trajectories?{urlencode({'run': PRODUCTION})}")
+    about = f"The newest {number(most)} conversations of production" if total >= most else "Conversations of production"
+    heads = ("Version", "What users reported", "Conversations", "Contexts each", "With a report")
+    return section("Users", f"{about}, by the version that answered.", table(heads, rows, words=2), tag("p", link))
 
 
 def recent(found: Sequence[RecentWork], most: int) -> Markup:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import sqlalchemy as sa
 
+from rollmill.realtime.collect import PRODUCTION
 from rollmill.realtime.journal import Journal, Move
 from rollmill.storage.database import reading
 from rollmill.trajectories.pace import Pace
@@ -19,7 +20,8 @@ from rollmill.trajectories.query import Cursor, TrajectoryQuery
 from rollmill.trajectories.results import read_results
 from rollmill.trajectories.rows import COLUMNS, TrajectoryRow, to_row
 from rollmill.trajectories.steps import committed
-from rollmill.trajectories.tables import groups, ledger, trajectories
+from rollmill.trajectories.storable import to_object
+from rollmill.trajectories.tables import feedback, groups, ledger, trajectories
 from rollmill.types import GroupState
 
 PAGE = 50  # trajectories per page
@@ -38,7 +40,8 @@ class Page:
 
 
 def run_keys(engine: sa.Engine, only: str | None) -> list[str]:
-    """The keys that trajectories have in `run`: the run's id, ID/STAGE, ID/EVALUATION. One lookup in the index each."""
+    """The keys that trajectories have in `run`: the run's id, ID/STAGE, ID/EVALUATION, and production, which runs
+    share. One lookup in the index each."""
     found: list[str] = []
     with reading(engine) as connection:
         while len(found) < MOST_KEYS:
@@ -49,15 +52,27 @@ def run_keys(engine: sa.Engine, only: str | None) -> list[str]:
             if key is None:
                 break
             found.append(key)
-    return [key for key in found if only is None or key == only or key.startswith(f"{only}/")]
+    return [key for key in found if only is None or key in (only, PRODUCTION) or key.startswith(f"{only}/")]
 
 
-def find_page(engine: sa.Engine, wanted: TrajectoryQuery, keys: Sequence[str], contains: str = "") -> Page:
-    """The newest trajectories with one of the run keys. `contains`: a part of the id, task, family or reason."""
+def of_run(only: str | None) -> sa.ColumnElement[bool]:
+    """Of production, the conversations of this run alone: its gateways write its id into the provenance. The text
+    between quotes cannot come from a client, because JSON escapes quotes."""
+    if only is None:
+        return sa.true()
+    mine = _table.provenance.contains(to_object("run", {"run": only})[1:-1], autoescape=True)
+    return (_table.run != PRODUCTION) | mine
+
+
+def find_page(
+    engine: sa.Engine, wanted: TrajectoryQuery, keys: Sequence[str], contains: str = "", only: str | None = None
+) -> Page:
+    """The newest trajectories with one of the run keys. `contains`: a part of the id, task, family or reason. `only`:
+    see `of_run`."""
     with reading(engine) as connection:
         oldest = max((at for key in keys if (at := _window(connection, key, wanted.after)) is not None), default=None)
         query = replace(wanted, created=(oldest, None), limit=PAGE + 1)
-        select = sa.select(*COLUMNS).where(_table.run.in_(keys))
+        select = sa.select(*COLUMNS).where(_table.run.in_(keys), of_run(only))
         if contains:
             texts = (_table.id, _table.task_id, _table.family, _table.reason)
             select = select.where(sa.or_(*(text.icontains(contains, autoescape=True) for text in texts)))
@@ -181,3 +196,37 @@ def read_recent(engine: sa.Engine, keys: Sequence[str], most: int) -> list[Recen
                 )
             )
     return sorted(found, key=lambda work: -work.newest)
+
+
+@dataclass
+class Served:
+    """Conversations of users with one version."""
+
+    conversations: int = 0
+    contexts: int = 0
+    judged: int = 0  # conversations that users said something about
+    signals: Counter[str] = field(default_factory=Counter)  # by kind
+
+
+def read_served(engine: sa.Engine, run: str, most: int) -> dict[str, Served]:
+    """The newest `most` conversations of production that were recorded for the run, by version; the newest first."""
+    names = ("id", "line", "newest_version", "segments")
+    of = (_table.run == PRODUCTION, of_run(run), _table.state != "deleted")
+    query = sa.select(*(_table[name] for name in names)).where(*of).order_by(_table.created_at.desc()).limit(most)
+    newest = query.subquery()
+    said = sa.select(feedback.c.trajectory, feedback.c.kind).join(newest, newest.c.id == feedback.c.trajectory)
+    found: dict[str, Served] = {}
+    by_id: dict[str, Served] = {}
+    with reading(engine) as connection:
+        for row in connection.execute(query):
+            version = f"{row.line}@{row.newest_version}" if row.line else "not answered yet"
+            served = by_id[row.id] = found.setdefault(version, Served())
+            served.conversations += 1
+            served.contexts += row.segments or 0
+        spoken = connection.execute(said).all()
+    for served in (by_id[id] for id in {row.trajectory for row in spoken} & by_id.keys()):
+        served.judged += 1
+    for row in spoken:
+        if row.trajectory in by_id:
+            by_id[row.trajectory].signals[row.kind] += 1
+    return found

@@ -14,6 +14,7 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, StorageError
 from rollmill.evals.report.conversation import Decode
 from rollmill.gateway.sessions.registry import read_open_session
+from rollmill.realtime.collect import PRODUCTION
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.rows import TrajectoryRow
@@ -86,6 +87,8 @@ class Source:
         return TrajectoryStore(self.database, self.objects or Objects.open("memory://"))
 
     def shows(self, row: TrajectoryRow) -> bool:
+        if row.run == PRODUCTION and self.only is not None:
+            return row.provenance.get("run") == self.only  # runs may share a database
         return self.only is None or row.run == self.only or row.run.startswith(f"{self.only}/")
 
     def load(self, row: TrajectoryRow) -> Trajectory | None:

@@ -87,9 +87,10 @@ def list_page(source: Source, filters: Filters) -> Markup:
         return _frame(section("Trajectories", "There are none yet: they appear when the first rollouts start.", " "))
     known = run_keys(source.database, source.only)
     keys = [filters.run] if filters.run in known else known if not filters.run else []
-    page = find_page(source.database, filters.query(), keys, filters.search) if keys else Page([], None, True)
-    # conversations of users are listed under no run: only the page of a whole database has them
-    whose = "What agents and users did" if source.only is None else "What agents did in this run"
+    page = Page([], None, True)
+    if keys:
+        page = find_page(source.database, filters.query(), keys, filters.search, source.only)
+    whose = "What agents and users did" if source.only is None else "What agents and users did in this run"
     return _frame(
         section(
             "Trajectories",

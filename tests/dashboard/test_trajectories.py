@@ -57,6 +57,14 @@ def filled(run: RunDirectory) -> RunDirectory:
     store.fail("failed", f"machine: {HOSTILE}")
     store.create(f"{run.id}/eval-after", "", "heldout/1", ["eval-1"], {"split": "heldout"})
     store.create("another/rl", "", "secret", ["foreign"], {})
+    for id, of in (("asked", run.id), ("foreign-asked", "another"), ("nobodys", None)):
+        forged = {"session": f'"run":"{run.id}"'} if of != run.id else {}
+        whose = {"key": "production", **({"run": of} if of else {}), **forged}
+        store.create("production", "", "", [id], whose, traffic="production")
+        asked = build.trajectory(id, segments=[build.segment()], messages=[{"role": "user", "content": f"Ask {id}"}])
+        objects.create(f"trajectories/{id}", encode_trajectory(asked))
+        store.finish(id, f"trajectories/{id}", None, **seal_facts(asked))
+        store.add_feedback(id, "accepted", 1.0, {})
     return run
 
 
@@ -94,15 +102,29 @@ async def test_one_is_read_with_its_tokens_versions_and_rewards(filled: RunDirec
     assert (await client.get("/trajectory")).status == 404
 
 
+async def test_the_page_of_a_run_has_its_own_conversations_with_users(filled: RunDirectory, visit: Open) -> None:
+    client = await visit(Source.of_run(filled.path))
+    text = await (await client.get("/trajectory", params={"id": "asked"})).text()
+    assert "Ask asked" in text and "accepted" in text
+    for other in ("foreign-asked", "nobodys"):
+        assert (await client.get("/trajectory", params={"id": other})).status == 404
+    page = await (await client.get("/")).text()
+    (row,) = re.findall(r"<tr><td><code>rl@4</code></td>(.*?)</tr>", page)
+    assert "accepted 1" in row and row.count("<td>1</td>") == 3  # one conversation, one context, one report
+    everything = await visit(Source.of_database(filled.database_url, str(filled.home_store), None, None))
+    assert (await everything.get("/trajectory", params={"id": "nobodys"})).status == 200
+
+
 FILTERS: list[tuple[dict[str, str], set[str]]] = [
-    ({}, {STRANGE, "failed", "running", "eval-1"}),
+    ({}, {STRANGE, "failed", "running", "eval-1", "asked"}),
+    ({"run": "production"}, {"asked"}),
     ({"state": "failed"}, {"failed"}),
     ({"solved": "yes"}, {STRANGE}),
     ({"solved": "no"}, set()),
     ({"split": "heldout"}, {"eval-1"}),
     ({"reward": "0.5.."}, {STRANGE}),
     ({"reward": "..0.5"}, set()),
-    ({"version": "4"}, {STRANGE}),
+    ({"version": "4"}, {STRANGE, "asked"}),
     ({"version": "5.."}, set()),
     ({"search": "MACHINE:"}, {"failed"}),
     ({"search": "100%_"}, set()),
