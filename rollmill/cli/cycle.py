@@ -19,25 +19,33 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show
 @app.command("run")
 def run_cycles(
     directory: Run,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SETTINGS]...",
+            help="settings of [cycle] and [gate] from now on: `cycle.share=0.1`; the run keeps them",
+        ),
+    ] = None,
     cycles: Annotated[int | None, typer.Option(min=1, help="stop after this many; default: go on for ever")] = None,
 ) -> None:
     """Drive cycles: learn from what users did with the answers of the live version.
 
     Production is served by another process, and products report signals to it; docs/guides/learn-from-your-users.md
-    shows both. It may be killed at any moment; started again, it goes on. Settings are in [cycle] and [gate]. For
-    example:
+    shows both. It may be killed at any moment; started again, it goes on. For example:
 
-        rollmill weights channel set runs/demo live rl@32
+        rollmill weights channel set runs/demo live rl@28
         rollmill serve runs/demo --version live --canary
         rollmill cycle run runs/demo --cycles 1
+        rollmill cycle run runs/demo cycle.enough=64 cycle.share=0.1
     """
     from rich.console import Console
 
     from rollmill.cluster.cycle import CycleDriver
+    from rollmill.cluster.extend import change_cycle
     from rollmill.cluster.run import RunDirectory
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    run = RunDirectory.open(directory)
+    run = change_cycle(RunDirectory.open(directory), overrides or ())
     told: list[tuple[int, str]] = []
 
     def tell(cycle: Cycle) -> None:

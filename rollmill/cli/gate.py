@@ -37,7 +37,7 @@ def gate(
     decides. A verdict counts for `live` only if the whole suite was used, against the version that is live. For
     example:
 
-        rollmill gate runs/demo rl@32 --against rl@0
+        rollmill gate runs/demo rl@28 --against rl@0
         rollmill gate runs/demo candidate --json > gate.json
     """
     from rich.console import Console

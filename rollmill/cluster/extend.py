@@ -6,6 +6,8 @@ again may give other bits; it goes on in a new line then, which names its parent
 
 Recorded steps keep their learning rates, so steps that run again give the same bits although the schedule is now over
 more steps (rollmill/training/objectives/rl.py). The evaluation after training is made again for the new last version.
+
+Between two cycles of real-time RL, [cycle] and [gate] may change: `rollmill cycle run RUN cycle.share=0.1`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import override_config
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
+from rollmill.realtime.journal import Journal
+from rollmill.storage.database import open_database
 
 ELASTIC = ("ranks", "expert_parallel", "context_parallel")
 
@@ -59,6 +63,30 @@ def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
     if cluster.elsewhere and (by := cluster.collect(run)) is not None:
         raise ConfigError(f"{run.path} is in use: {by}", hint=f"`rollmill stop {run.path}` stops it; then change it")
     with exclusive(run.path, "supervisor", patience_s=5.0):
+        return run.rewrite(config)
+
+
+def change_cycle(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
+    """The run with other settings of [cycle] and [gate], written to its run.json. Raises ConfigError for anything else,
+    and while a cycle trains or is judged: it ends as it began."""
+    if not overrides:
+        return run
+    others = [key for override in overrides if not (key := override.partition("=")[0]).startswith(("cycle.", "gate."))]
+    if others:
+        raise ConfigError(
+            f"a cycle can change the settings of [cycle] and [gate] only, not `{others[0]}`",
+            hint="for example `cycle.share=0.1` or `gate.offline_bar=0.5`",
+        )
+    tree = run.config.model_dump(mode="json")
+    tree = {name: part for name, part in tree.items() if part is not None}  # a section that the run does not have yet
+    config = override_config(RunConfig, tree, overrides, "the command line")
+    with exclusive(run.path, "supervisor", patience_s=5.0), exclusive(run.path, "cycle", patience_s=5.0):
+        cycle = Journal(open_database(run.database_url), run.id).current()
+        if cycle is not None and not cycle.is_over and cycle.state != "collecting":
+            raise ConfigError(
+                f"cycle {cycle.number} is {cycle.state}: its settings stay as they are",
+                hint=f"`rollmill cycle run {run.path} --cycles 1` takes it to its end; then change them",
+            )
         return run.rewrite(config)
 
 

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from rollmill.cluster.cycle import CycleDriver
+from rollmill.cluster.extend import change_cycle
+from rollmill.cluster.gate import record_verdict
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import ConfigError, WeightsError
 from rollmill.gateway.routing.splits import SplitStore
+from rollmill.realtime.collect import PRODUCTION
 from rollmill.realtime.journal import Cycle
-from rollmill.storage.database import open_database
+from rollmill.storage.database import open_database, writing
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.tables import trajectories
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
 from tests.cluster.served import published_run
+from tests.cluster.test_gate import verdict
+
+TO_CANARY = ("distilling", "training", "gating", "canary")
+
+
+def driver_in(run: RunDirectory, *states: str) -> CycleDriver:
+    """A driver whose cycle has gone through these states; live is rl@0, the candidate rl@1."""
+    channels = Channels(Objects.open(run.home_store))
+    channels.move("live", Version("rl", 0))
+    channels.move("candidate", Version("rl", 1))
+    ticks: list[Cycle] = []
+
+    def tick(cycle: Cycle) -> None:
+        ticks.append(cycle)
+        assert len(ticks) < 20, f"it waits for ever: {cycle}"
+
+    driver = CycleDriver(run, tick)
+    cycle = driver.journal.begin({"since": 0.0}, "test")
+    for state in states:
+        cycle = driver.journal.move(cycle, state, "test", live="rl@0", candidate="rl@1")
+    return driver
 
 
 def test_a_canary_ends_with_its_driver(tmp_path: Path) -> None:
@@ -34,3 +63,76 @@ def test_a_canary_ends_with_its_driver(tmp_path: Path) -> None:
         driver.run_cycle()
     assert seen == [("canary", {}), ("canary", {"rollmill": {"live": 0.9, "candidate": 0.1}})]
     assert splits.get() == {"rollmill": {"live": 1.0}}
+
+
+def test_only_what_passed_the_gate_becomes_live(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 2, "gate.offline_bar=0.2")
+    driver, objects = driver_in(run, *TO_CANARY, "promoting"), Objects.open(run.home_store)
+    with pytest.raises(WeightsError, match="has not passed the gate"):
+        driver.run_cycle()
+    record_verdict(objects, Version("rl", 1), verdict("hold", "rl@1", "rl@0"))
+    with pytest.raises(WeightsError, match="the gate holds rl@1"):
+        driver.run_cycle()
+    assert Channels(objects).get("live") == Version("rl", 0)
+    record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1", "rl@0"))
+    assert driver.run_cycle().state == "promoted"
+    assert Channels(objects).get("live") == Version("rl", 1)
+
+
+def test_a_live_version_that_somebody_else_has_set_stays(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 3)
+    driver, channels = driver_in(run, *TO_CANARY, "promoting"), Channels(Objects.open(run.home_store))
+    channels.move("live", Version("rl", 2))
+    assert driver.run_cycle().state == "held"
+    assert channels.get("live") == Version("rl", 2)
+    assert "live was moved to rl@2 by somebody else" in driver.journal.history(1)[-1].reason
+
+
+def test_after_a_roll_back_nothing_of_the_candidate_is_served(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 2)
+    driver = driver_in(run, *TO_CANARY, "rolling_back")
+    splits = SplitStore(open_database(run.database_url), run.id)
+    splits.put("rollmill", {"live": 0.9, "candidate": 0.1})
+    assert driver.run_cycle().state == "rolled_back"
+    channels = Channels(Objects.open(run.home_store))
+    assert channels.get("live") == channels.get("candidate") == Version("rl", 0)
+    assert splits.get() == {"rollmill": {"live": 1.0}}
+
+
+def test_a_canary_counts_what_began_in_it_and_one_version_sampled(tmp_path: Path) -> None:
+    """The candidate is accepted always here, and everything that must not count is refused by its user."""
+    run = published_run(tmp_path, 2, "cycle.settle_s=0", "cycle.canary_sessions=4", "cycle.max_loss=0.25")
+    engine = open_database(run.database_url)
+    store = TrajectoryStore(engine, Objects.open(run.home_store))
+
+    def said(id: str, versions: tuple[int, int], accepted: bool, *, early: bool = False, of: str = run.id) -> None:
+        store.create(PRODUCTION, "", "", [id], {"key": "k", "run": of}, "production")
+        facts = {"line": "rl", "oldest_version": versions[0], "newest_version": versions[1]}
+        store.finish(id, "payload", None, tokens=2, sampled_tokens=1, segments=1, **facts)
+        store.add_feedback(id, "accepted", float(accepted), {})
+        times = {"finished_at": time.time(), **({"created_at": 1.0} if early else {})}  # ends with what is said of it
+        update = trajectories.update().where(trajectories.c.id == id).values(times)
+        writing(engine, lambda connection: connection.execute(update))
+
+    driver = driver_in(run, *TO_CANARY)
+    for number in range(4):
+        said(f"live-{number}", (0, 0), True)
+        said(f"candidate-{number}", (1, 1), True)
+        said(f"early-{number}", (1, 1), False, early=True)
+        said(f"both-{number}", (0, 1), False)
+        said(f"foreign-{number}", (1, 1), False, of="another")
+    cycle = driver.run_cycle()
+    assert (cycle.facts["canary"]["live"], cycle.facts["canary"]["candidate"]) == ([4, 4], [4, 4])
+    assert cycle.state == "promoted"
+
+
+def test_settings_change_between_cycles_only(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 2)
+    with pytest.raises(ConfigError, match="only, not `seed`"):
+        change_cycle(run, ["cycle.share=0.2", "seed=3"])
+    changed = change_cycle(run, ["cycle.share=0.2", "gate.offline_bar=0.1"])
+    assert changed.config.cycle.share == 0.2 and RunDirectory.open(run.path).config == changed.config
+    driver_in(run, "distilling", "training")
+    with pytest.raises(ConfigError, match="cycle 1 is training"):
+        change_cycle(changed, ["cycle.steps=2"])
+    assert RunDirectory.open(run.path).config == changed.config

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.cluster.extend import change_cycle
 from rollmill.cluster.launchers.local import COMMAND
 from rollmill.cluster.prepare import restore_tokenizer
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
 from rollmill.demo.production import open_production
 from rollmill.demo.simulated_users import load_population
 from rollmill.gateway.routing.splits import SplitStore
@@ -33,6 +36,7 @@ from tests.e2e.test_kill import stores
 from tests.test_repo import ROOT
 
 GUIDE = (ROOT / "docs" / "guides" / "learn-from-your-users.md").read_text()
+LAST = f"rl@{load_config(RunConfig, DEMO).stage('rl').steps}"  # what a newcomer who ran the demo has
 SETTINGS = (
     *ONE_REGION,
     "gateway.seal_idle_s=1.0",
@@ -55,7 +59,9 @@ DRIVER = """
 import os, signal, sys
 from pathlib import Path
 from rollmill.cluster.cycle import CycleDriver
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
 seen = 0
 def tick(cycle):
     global seen
@@ -86,7 +92,7 @@ def guide_commands(number: int) -> list[str]:
 
 def guide_run(command: str, run: RunDirectory) -> str:
     """Execute a command of the guide for this run and its live version."""
-    words = shlex.split(command.replace("runs/demo", str(run.path)).replace("rl@32", f"midtrain@{_head(run)}"))
+    words = shlex.split(command.replace("runs/demo", str(run.path)).replace(LAST, f"midtrain@{_head(run)}"))
     done = subprocess.run([sys.executable, "-c", COMMAND, *words[1:]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -125,7 +131,7 @@ def test_a_cycle_goes_on_after_a_kill_in_every_state(tmp_path: Path, midtrained:
     assert [entry.version for entry in channels.history("live")] == [live, candidate]
     assert SplitStore(open_database(run.database_url), run.id).get() == {"rollmill": {"live": 1.0}}
     _check_what_was_trained_on(run)
-    status, explain = guide_commands(2)[1:]
+    status, explain = guide_commands(3)[1:]
     assert "cycle 1: promoted" in guide_run(status, run)
     assert "gate malformed: live" in guide_run(explain, run)
 
@@ -160,11 +166,16 @@ def _check_what_was_trained_on(run: RunDirectory) -> None:
 
 
 def test_the_settings_of_the_guide_load(tmp_path: Path) -> None:
+    assert GUIDE.count(LAST) == GUIDE.count("rl@") == 2, "the guide names the last version of the demo"
     (block,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.S)
     tree = tomllib.loads(block)
     settings = [f"cycle.{name}={tree['cycle'][name]}" for name in ("enough", "share")]
     rule = tree["cycle"]["rule"]
     settings += [f'cycle.rule.version="{rule["version"]}"', f"gate.offline_bar={tree['gate']['offline_bar']}"]
     settings += [f"cycle.rule.weights.{kind}={weight}" for kind, weight in rule["weights"].items()]
-    config = small_run(tmp_path, "guide", *settings).config
+    run = small_run(tmp_path, "guide", *settings)
+    (change,) = guide_commands(2)
+    changed = change_cycle(run, [word for word in change.split() if "=" in word]).config
+    assert (changed.cycle.enough, changed.cycle.share) == (64, 0.1) and RunDirectory.open(run.path).config == changed
+    config = run.config
     assert config.cycle.enough == 256 and config.gate is not None and config.cycle.rule.weights["reverted"] == -1.0

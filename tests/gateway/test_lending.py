@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def test_what_is_lent_and_recalled_by_schedule() -> None:
     for wrong in ({"hours": ["24:00-06:00"]}, {"below": 0.6, "above": 0.6}, {"keep": 0}):
         with pytest.raises(ConfigError):
             validate_config(LendingConfig, wrong, "test")
+
+
+def test_a_return_that_took_too_long_is_told(mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(module.telemetry, "emit", lambda kind, **fields: told.append({"kind": kind, **fields}))
+    lender = Lender(
+        LendingConfig(return_s=2.0), mill.fleet, mill.fleet, channel="live", line="rl", gateway=GatewayConfig()
+    )
+    for name, since in (("late", 3.0), ("soon", 1.0)):
+        lender._recalled[name] = (time.monotonic() - since, "load")
+        lender._returned(seen(name))
+    assert [(each["engine"], each["late"], each["limit_s"]) for each in told] == [
+        ("late", True, 2.0),
+        ("soon", False, 2.0),
+    ]
 
 
 class Fleets:
