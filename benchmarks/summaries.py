@@ -1,15 +1,16 @@
 """Summaries that are learned: tasks that do not fit one window, before and after RL, and against two baselines.
 
-    python -m benchmarks.summaries [--quick] [--seed 0] [--run RUN] [--no-short]
+    python -m benchmarks.summaries [--quick] [--seed 0] [--root DIRECTORY] [--no-short]
 
-`--run` measures a finished run of rollmill/demo/walks.toml instead of training one. Every run is the whole circle with
-real processes and real machines, on the walks of rollmill/demo/walks.py:
+With `--root` the runs stay in DIRECTORY, and one that was interrupted goes on. Every run is the whole circle with real
+processes and real machines, on the walks of rollmill/demo/walks.py:
 
     before         the model imitates a teacher whose summaries are wrong on purpose
     learned        after RL; the reward of the final answer reaches every summary
     short          more RL from there, with the length reward
     truncation     the learned model under a harness that cuts old messages off instead
-    fixed note     the learned model under a harness that writes the summaries itself, without knowing what matters
+    fixed note     the learned model under a harness that writes the summaries itself. The harness does not read the
+                   task, so it cannot know which file matters
 
 The model was hardly trained under the last two harnesses. So the bars compare with what no model could exceed there but
 by guessing: the share of tasks whose key is still in the context at the end.
@@ -48,8 +49,8 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory, Version
 
 CONFIG = Path(__file__).parents[1] / "rollmill" / "demo" / "walks.toml"
-# Small against the 1 of a solved task: 100 sampled tokens cost 0.1
-LENGTH = {"kind": "length", "tokens_weight": 0.001, "tool_calls_weight": 0.0, "turns_weight": 0.0, "q": 0.0}
+# 100 sampled tokens cost 0.4: less than a solved task, so giving up early does not pay
+LENGTH = {"kind": "length", "tokens_weight": 0.004, "tool_calls_weight": 0.0, "turns_weight": 0.0, "q": 0.0}
 BASELINES = {"truncation": "Truncating", "fixed note": "FixedNote"}
 
 
@@ -75,8 +76,13 @@ def settings(name: str, seed: int, quick: bool) -> dict[str, Any]:
 
 
 def train(root: Path, tree: dict[str, Any]) -> RunDirectory:
-    run = RunDirectory.create(root, validate_config(RunConfig, tree, tree["name"]))
-    drive(run)
+    """Train a run, or what is left of it."""
+    if (root / tree["name"] / "run.json").exists():
+        run = RunDirectory.open(root / tree["name"])
+    else:
+        run = RunDirectory.create(root, validate_config(RunConfig, tree, tree["name"]))
+    if Objects.open(run.home_store).head(results_key(run, "after")) is None:
+        drive(run)
     return run
 
 
@@ -85,7 +91,7 @@ def shortened(root: Path, learned: RunDirectory, seed: int, quick: bool) -> RunD
     tree = settings("short", seed, quick)
     (stage,) = (stage for stage in tree["stages"] if stage["kind"] == "rl")
     if not quick:
-        stage["steps"] = 16
+        stage["steps"] = 24
         stage["training"]["optimizer"]["lr"] = 4e-4
     version = Version("rl", learned.config.stage("rl").steps)
     tree["stages"] = [stage]
@@ -149,21 +155,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="shrunk to about a minute")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run", type=Path, help="a finished run of walks.toml; not set: train one")
+    parser.add_argument("--root", type=Path, help="where the runs are kept; not set: a directory that is deleted")
     parser.add_argument("--no-short", action="store_true", help="leave out the run with the length reward")
     arguments = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.run:
-            learned = RunDirectory.open(arguments.run)
-        else:
-            learned = train(Path(folder), settings("learned", arguments.seed, arguments.quick))
+        root = arguments.root or Path(folder)
+        learned = train(root, settings("learned", arguments.seed, arguments.quick))
         found = {"before": own(learned, "before"), "learned": own(learned, "after")}
-        found |= {name: under(learned, harness) for name, harness in BASELINES.items()}
         show(found)
         if not arguments.no_short:
-            short = shortened(Path(folder), learned, arguments.seed, arguments.quick)
+            short = shortened(root, learned, arguments.seed, arguments.quick)
             found |= {"learned, again": own(short, "before"), "short": own(short, "after")}
+        found |= {name: under(learned, harness) for name, harness in BASELINES.items()}
     show(found)
     finish("summaries", *report(found, time.monotonic() - started))
 

@@ -1,8 +1,8 @@
 """What learned summaries are compared with: harnesses that do something else when the context is nearly full.
 
     Truncating   keeps the task and the newest tool calls with their results, as many as the window holds
-    FixedNote    writes the summary itself, without knowing what matters: the number of the next file, and what the
-                 newest files said, as many as a summary may hold
+    FixedNote    writes the summary itself: the number of the next file, and what the newest files said, as many as a
+                 summary may hold. It does not read the task, so it cannot know which file matters
 
 Both are kinds for [harness], with the settings of the coding harness. The model was hardly trained under them, so their
 rates also tell how unfamiliar they are to it. `reachable` tells what no
@@ -21,13 +21,13 @@ from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
 
-# of a window of 44 tokens with an answer of 6, and of a summary of 14 tokens
+# of a window of 44 tokens with an answer of 6, and of a summary of 13 tokens: five files and the number of the next
 KEPT_CALLS, NOTED_FILES = 4, 5
 
 
 def reachable(walk: Walk, files: int) -> bool:
     """Whether the key is among the last `files` files: before them, neither harness has it at the end."""
-    return any(line.startswith("key") for line in walk.files[-files:])
+    return any(map(walk.is_key, walk.files[-files:]))
 
 
 class TruncatedContexts(Contexts):
