@@ -45,7 +45,8 @@ def test_tasks_follow_from_their_ids() -> None:
     for task in [*islice(tasks.train(0), 50), *tasks.heldout("heldout", 50)]:
         assert tasks.get(task.id) == task and len(task.files) == FILES
         words = Counter(data.decode().rstrip("0123456789\n") for data in task.files.values())
-        assert words[task.instruction.removeprefix("walk and find ")] == words["end"] == 1 and words.keys() <= {*COLOURS, "end"}
+        wanted = task.instruction.removeprefix("walk and find ")
+        assert words[wanted] == words["end"] == 1 and words.keys() <= {*COLOURS, "end"}
         key, end = str(task.grading["answer"]).split()
         assert f"{end}\n".encode() == task.files[str(FILES)] and f"{key}\n".encode() in task.files.values()
     for wrong in ("train", "fresh/1", "train/x", "train/²"):

@@ -166,7 +166,7 @@ def _check_what_was_trained_on(run: RunDirectory) -> None:
 
 
 def test_the_settings_of_the_guide_load(tmp_path: Path) -> None:
-    assert GUIDE.count(LAST) == GUIDE.count("rl@") == 2, "the guide names the last version of the demo"
+    assert GUIDE.count(LAST) == GUIDE.count("rl@") == 3, "the guide names the last version of the demo"
     (block,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.S)
     tree = tomllib.loads(block)
     settings = [f"cycle.{name}={tree['cycle'][name]}" for name in ("enough", "share")]
