@@ -31,6 +31,7 @@ from rollmill.environments.machines.firecracker.host import FirecrackerConfig, F
 from rollmill.environments.machines.firecracker.launch import FirecrackerParts, command, find_parts, plain_kernel
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.qemu.launch import guard
 from rollmill.environments.machines.qemu.parts import Parts, architecture
 from rollmill.environments.machines.qemu.relay import PORTS
 from rollmill.errors import MachineError
@@ -160,13 +161,25 @@ async def test_it_is_offered_only_where_its_parts_are(monkeypatch: pytest.Monkey
 async def test_the_command_of_the_jailer_and_without_it(tmp_path: Path) -> None:
     jailed = FirecrackerParts("/opt/firecracker", "/opt/jailer", "/bin/setpriv", None)  # type: ignore[arg-type]
     words = command(jailed, "vm-1", tmp_path, 7777)
-    assert words[words.index("--") + 1] == "/opt/jailer" and words[-3:] == ["--", "--api-sock", "api.sock"]
+    assert words[words.index(str(os.getpid())) + 1] == "/opt/jailer" and words[-3:] == ["--", "--api-sock", "api.sock"]
     for option, value in (("--uid", "7777"), ("--gid", "7777"), ("--id", "vm-1"), ("--exec-file", "/opt/firecracker")):
         assert words[words.index(option) + 1] == value
     assert launch.jail_root(jailed, "vm-1", tmp_path) == tmp_path / "firecracker" / "vm-1" / "root"
     plain = FirecrackerParts("/opt/firecracker", None, "/bin/setpriv", None)  # type: ignore[arg-type]
     words = command(plain, "vm-1", tmp_path, 7777)
     assert words[-5:] == ["/opt/firecracker", "--id", "vm-1", "--api-sock", "api.sock"] and "--no-new-privs" in words
+
+
+async def test_nothing_begins_whose_parent_has_already_ended() -> None:
+    """The kernel does not signal the death of a parent that died before it was asked to."""
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        pytest.skip("no setpriv")
+    words = [*guard(setpriv), "echo", "begun", "$0"]
+    assert subprocess.run(words, capture_output=True, check=True).stdout == b"begun $0\n"  # noqa: ASYNC221
+    words[words.index(str(os.getpid()))] = str(os.getppid())  # what it would see: its parent is another process
+    ended = subprocess.run(words, capture_output=True, check=False)  # noqa: ASYNC221
+    assert (ended.returncode, ended.stdout) == (1, b"")
 
 
 async def test_kernels_are_unpacked_into_the_form_that_firecracker_takes() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import zstandard
 
+from rollmill.environments.machines.qemu.launch import guard
 from rollmill.environments.machines.qemu.parts import (
     MODULES,
     SETUP,
@@ -73,11 +74,10 @@ def command(parts: FirecrackerParts, identifier: str, directory: Path, user: int
     and reaper.py ends it.
     """
     if parts.jailer is None:
-        guard = [parts.setpriv, "--pdeathsig", "KILL", "--no-new-privs", "--"]
-        return [*guard, parts.program, "--id", identifier, "--api-sock", "api.sock"]
+        return [*guard(parts.setpriv, "--no-new-privs"), parts.program, "--id", identifier, "--api-sock", "api.sock"]
     jail = ["--id", identifier, "--exec-file", parts.program, "--uid", str(user), "--gid", str(user)]
     jail += ["--chroot-base-dir", str(directory), "--cgroup-version", "2", "--resource-limit", "no-file=256"]
-    return [parts.setpriv, "--pdeathsig", "KILL", "--", parts.jailer, *jail, "--", "--api-sock", "api.sock"]
+    return [*guard(parts.setpriv), parts.jailer, *jail, "--", "--api-sock", "api.sock"]
 
 
 def jail_root(parts: FirecrackerParts, identifier: str, directory: Path) -> Path:

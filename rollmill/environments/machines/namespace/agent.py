@@ -21,7 +21,7 @@ become that user and to end commands.
     {"op": "interrupt"}                        none: ends the command that is running
     a request that cannot be served: {"errno": number, "path": …}; a machine that cannot go on: {"error": text}
 
-A request has a number, "id", and its reply has the same one.
+A request has a number, "id", and its reply has the same one. Before the first, pid 1 says that it is set up: {"id": 0}.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from rollmill.environments.machines.namespace.process import MOST, Process, Proc
 _WATCH_INTERVAL_S, _SELDOM_S = 0.05, 1.0
 _IDLE_S = 0.1  # a request that comes sooner than this would have to wait while a process is made ahead
 _BACKLOG = 16  # connections that wait to be accepted
-_CONNECTION = 3  # the open file of the socket to the client
+CONNECTION = 3  # the open file of the socket to the client
 _TERMINALS = f"newinstance,ptmxmode=0666,mode=620,max={MOST}"
 _BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most bytes
 _SIGNALS, _LOCKED = 512, 1 << 16  # queued signals; bytes of memory that is never paged out
 _SHARED = (("/proc/sys/user/max_inotify_instances", b"8"), ("/proc/sys/user/max_inotify_watches", b"4096"))
 _HOME_FILES = tuple((f"{layout.HOME}/{name}", text.encode()) for name, text in computer.HOME_FILES.items())
+_SET_UP = wire.pack({"id": 0})
 _CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
 
@@ -80,8 +81,8 @@ class Limits(NamedTuple):
             resource.RLIMIT_SIGPENDING: _SIGNALS,
             resource.RLIMIT_MEMLOCK: _LOCKED,
         }
-        if self.count_processes:
-            wanted[resource.RLIMIT_NPROC] = self.processes
+        if self.count_processes:  # commands of pid 1's user share the count with it and its keeper
+            wanted[resource.RLIMIT_NPROC] = self.processes + (0 if self.own_user else 2)
         rlimits = {}
         for which, value in wanted.items():
             _, hard = resource.getrlimit(which)
@@ -121,46 +122,49 @@ class Plan(NamedTuple):
 
 
 def main(connection: int, plan: Plan) -> NoReturn:
-    """Run a machine to its end, in the process that was just cloned for it."""
+    """Run a machine to its end, in the process that was just cloned for it, after `prepare`."""
     try:
-        _keep_only(connection)
-        if os.read(_CONNECTION, 1):  # the host has mapped our identity
-            watchdog = _lock_in(plan)
-            _serve(_CONNECTION, plan, watchdog)
+        keep_only(connection)
+        watchdog = _lock_in(plan)
+        wire.send(CONNECTION, _SET_UP)
+        _serve(CONNECTION, plan, watchdog)
     except BrokenPipeError:
         pass
     except Exception as error:
-        wire.send(_CONNECTION, wire.pack({"error": f"{type(error).__name__}: {error}"}))
+        wire.send(CONNECTION, wire.pack({"error": f"{type(error).__name__}: {error}"}))
     finally:
         os._exit(0)
 
 
-def _keep_only(connection: int) -> None:
-    """Close every open file that came from the host, except our own socket and /dev/null."""
-    os.dup2(connection, _CONNECTION, inheritable=False)
-    kernel.close_from(_CONNECTION + 1)
-    os.dup2(0, 2)  # the host's input and output are /dev/null already
+def keep_only(connection: int) -> None:
+    """Close every open file but the standard streams and our own socket, which becomes CONNECTION."""
+    os.dup2(connection, CONNECTION, inheritable=False)
+    kernel.close_from(CONNECTION + 1)
 
 
-def _lock_in(plan: Plan) -> Watchdog:
-    """The order matters: each step still has the rights it needs."""
+def prepare(plan: Plan) -> None:
+    """What a machine inherits from the process that clones it, its keeper or the first process of a guest."""
     user = 0 if plan.own_user else layout.USER_ID
     if plan.own_user:  # otherwise the kernel forbids it; the groups that stay give access to nothing in here
         os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
+    _share()
+    kernel.sethostname(layout.HOST_NAME)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _lock_in(plan: Plan) -> Watchdog:
+    """The order matters: each step still has the rights it needs."""
     for arguments in plan.mounts:
         kernel.mount(*arguments)
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
     _furnish_home()
     _count_on()
-    _share()
     kernel.mount(layout.INIT, "/proc/1", None, kernel.MS_BIND)  # hides pid 1
-    kernel.sethostname(layout.HOST_NAME)
     _open_loopback()
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # commands inherit it
     kernel.set_capabilities(_CAPABILITIES if plan.own_user else command.NO_CAPABILITIES)
-    _protect()
+    protect()
     os.chdir("/")  # not the work directory, which could then not be unmounted when the machine forks
     return plan.watchdog._replace(sockets=sockets)
 
@@ -204,8 +208,8 @@ def _open_loopback() -> None:
         os.close(setting)
 
 
-def _protect() -> None:
-    """Nobody may trace pid 1, and it ends with the machine host. The kernel forgets both when the user changes."""
+def protect() -> None:
+    """Nobody may trace this process, and it ends with its parent. The kernel forgets both when the user changes."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
@@ -224,7 +228,7 @@ def _as_user(own_user: bool) -> Iterator[None]:
     finally:
         os.seteuid(0)
         os.setegid(0)
-        _protect()
+        protect()
 
 
 def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:

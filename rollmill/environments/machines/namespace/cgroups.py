@@ -82,7 +82,7 @@ class Groups(NamedTuple):
 def find(memory: int, processes: int) -> Groups | None:
     """Groups for our machines; None if the kernel or the permissions do not allow any."""
     name = f"rollmill-{os.getpid()}"
-    limits = {"memory": memory, "pids": processes}
+    limits = {"memory": memory, "pids": processes + 1}  # and the keeper
     own = _own_groups()
     if _UNIFIED in own:
         mount = _ROOT if os.path.exists(f"{_ROOT}/cgroup.controllers") else f"{_ROOT}/unified"

@@ -76,8 +76,9 @@ class NamespaceHost:
             if snapshot is not None:
                 work, state = services.split(snapshot.state) if loaded.services else (snapshot.state, b"")
                 await machine.restore(work)
-            try:  # also without files: the answer says that the machine could be set up
-                await machine.write_all({**(loaded.files if snapshot is None else {}), **(files or {})})
+            wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
+            try:
+                await (machine.write_all(wanted) if wanted or snapshot is not None else machine.set_up())
             except OSError as error:
                 hint = "`machine.disk_mb` is the size of the work directory"
                 raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
@@ -95,7 +96,7 @@ class NamespaceHost:
         """A machine whose work directory is empty, of an image that this host has made machines of."""
         machine = await self._connect(image)
         try:
-            await machine.write_all({})  # the answer says that the machine could be set up
+            await machine.set_up()
         except BaseException:
             await machine.close()
             raise

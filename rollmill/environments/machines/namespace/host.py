@@ -3,7 +3,8 @@
 It waits for two things: a message from the client on the control socket, and the end of a machine's pid 1. If the
 client is gone (end of file), all machines end. When pid 1 ends, the kernel kills everything else in the machine.
 
-A few machines are made ahead, while nobody waits for this process: then a caller does not wait for the set-up.
+Machines are clones of keepers (keeper.py), and these are copies of this process. A few machines are made ahead, while
+nobody waits for this process: then a caller does not wait for the set-up.
 
     client: {"op": "create", "id": 7}   host: {"id": 7} + the machine's socket, or {"id": 7, "error": "…"}
     client: {"op": "close", "id": 7}    host: {"closed": 7, "killed": …} once no process of the machine is left
@@ -24,34 +25,29 @@ import selectors
 import signal
 import socket
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 from rollmill.environments.machines.namespace import agent, cgroups, forks, kernel, layout, seccomp
+from rollmill.environments.machines.namespace.keeper import Keeper
 
-_NAMESPACES = (
-    kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-)
 # Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
 # 0x6FFFFFFF). Two per machine: one for pid 1, one for its commands, because the kernel counts processes by user id.
 _HIGHEST_USER = 0x70010000
-_AHEAD = 8  # machines that are made ahead. Moving a process into a version 1 group waits about 10 ms, in which no
-# process of the whole system can fork, but of several moves in a row only the first waits: so more are made only when
-# half of them are used up.
-_AT_ONCE = 4  # of them are made in a row
+_AHEAD = 8  # machines that are made ahead
+_AT_ONCE = 4  # of them are made at the same time
+_KEEPERS = 32  # of slots that nobody uses; each holds about a megabyte
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
 
-class _Slot(NamedTuple):
-    """A place for one machine at a time: its own user ids and control groups."""
+class _Slot:
+    """A place for one machine at a time: its own user ids, control groups and keeper."""
 
-    number: int
-    group: cgroups.Slot | None
+    def __init__(self, number: int, group: cgroups.Slot | None) -> None:
+        self.number = number
+        self.group = group
+        self.keeper: Keeper | None = None
 
 
 class _Machine(NamedTuple):
@@ -59,7 +55,7 @@ class _Machine(NamedTuple):
     pidfd: int
     slot: _Slot
     tree: forks.Tree
-    client_end: socket.socket
+    client_end: int  # an open file, until the client has it
     memory_kills: int = 0  # of its slot, before it
 
 
@@ -85,7 +81,7 @@ class Host:
         self._killed: set[int] = set()  # identifiers of machines that someone else killed, until the client asks
         self._spare: list[_Machine] = []  # oldest first
         self._making_ahead = False
-        self._free: list[_Slot] = []
+        self._free: list[_Slot] = []  # the last one is used next
         self._slots = 0
 
     def run(self) -> None:
@@ -137,8 +133,10 @@ class Host:
             return
         self._machines[identifier] = machine
         self._identifiers[machine.pid] = identifier
-        with machine.client_end:
+        try:
             self._send({"id": identifier}, machine.client_end)
+        finally:
+            os.close(machine.client_end)
         self._making_ahead |= len(self._spare) < _AHEAD // 2
 
     def _share(self, number: int, parent: int, children: list[int]) -> None:
@@ -165,22 +163,21 @@ class Host:
             self._making_ahead = False
 
     def _make_spares(self, count: int) -> None:
-        """Make machines, in a row: after each clone, every page that this process writes to is copied once.
-
-        OSError: not all could be made.
-        """
-        made: list[_Machine] = []
+        """Make machines, at the same time. OSError: not all could be made."""
+        asked: list[_Slot] = []
         problem: OSError | None = None
-        try:
-            for _ in range(count):
-                made.append(self._clone())
-        except OSError as error:
-            problem = error
-        for machine in made:
+        for slot in [self._free.pop() if self._free else self._new_slot() for _ in range(count)]:
             try:
-                self._admit(machine)
+                self._keeper_of(slot).ask()
+                asked.append(slot)
             except OSError as error:
-                self._discard(machine)
+                self._free.append(slot)
+                problem = error
+        for slot in asked:
+            try:
+                machine = self._take(slot)
+            except OSError as error:
+                self._free.append(slot)
                 problem = error
                 continue
             self._spare.append(machine)
@@ -188,28 +185,26 @@ class Host:
         if problem is not None:
             raise problem
 
-    def _clone(self) -> _Machine:
-        """A machine that waits to be admitted."""
-        slot = self._free.pop() if self._free else self._new_slot()
-        client_end, machine_end = socket.socketpair()
-        with machine_end:
-            try:
-                pid, pidfd = kernel.clone(_NAMESPACES, slot.group.directory if slot.group else None)
-            except OSError:
-                self._free.append(slot)
-                client_end.close()
-                raise
-            if pid == 0:
-                agent.main(machine_end.fileno(), self._plan)  # never returns
-        tree = forks.Tree(pid, self._user_of(slot.number), slot)
-        return _Machine(pid, pidfd, slot, tree, client_end, slot.group.memory_kills() if slot.group else 0)
+    def _keeper_of(self, slot: _Slot) -> Keeper:
+        if slot.keeper is None:
+            identify = partial(self._map_identity, user=self._user_of(slot.number))
+            slot.keeper = Keeper(self._plan, slot.group, identify)
+        return slot.keeper
 
-    def _admit(self, machine: _Machine) -> None:
-        """Give a machine its identity and its limits, and let it go."""
-        self._map_identity(machine.pid, machine.tree.user)
-        if machine.slot.group:
-            machine.slot.group.add(machine.pid)
-        machine.client_end.send(b"g")
+    def _take(self, slot: _Slot) -> _Machine:
+        """The machine that the keeper of a slot was asked for."""
+        keeper = self._keeper_of(slot)
+        try:
+            pid, client_end = keeper.take()
+        except ConnectionError:  # someone has killed it: the next one makes the machine
+            keeper.end()
+            slot.keeper = None
+            keeper = self._keeper_of(slot)
+            keeper.ask()
+            pid, client_end = keeper.take()
+        tree = forks.Tree(pid, self._user_of(slot.number), slot)
+        kills = slot.group.memory_kills() if slot.group else 0
+        return _Machine(pid, os.pidfd_open(pid), slot, tree, client_end, kills)
 
     def _user_of(self, number: int) -> int:
         """The real user id of the commands of a slot; one less is that of pid 1."""
@@ -230,12 +225,23 @@ class Host:
         self._slots += 1
         return _Slot(number, self._groups.make_slot(number) if self._groups else None)
 
+    def _leave(self, slot: _Slot) -> None:
+        """Nobody uses a slot any more."""
+        if len(self._free) < _KEEPERS:
+            self._free.append(slot)
+            return
+        if slot.keeper is not None:
+            slot.keeper.end()
+            slot.keeper = None
+        self._free.insert(0, slot)
+
     def _reap(self, machine: _Machine) -> None:
         self._selector.unregister(machine.pidfd)
         identifier = self._identifiers.pop(machine.pid, None)
         killed = self._discard(machine)
         if identifier is None:
             self._spare.remove(machine)
+            os.close(machine.client_end)
             return
         del self._machines[identifier]
         if killed:
@@ -248,9 +254,9 @@ class Host:
         _kill(machine.pidfd)
         _, status = os.waitpid(machine.pid, 0)
         os.close(machine.pidfd)
-        machine.client_end.close()
         left = [machine.tree] if self._forks is None else self._forks.leave(machine.tree)
-        self._free += [tree.slot for tree in left]
+        for tree in left:
+            self._leave(tree.slot)
         asked = machine.pid in self._ending
         self._ending.discard(machine.pid)
         kills = machine.slot.group.memory_kills() if machine.slot.group else 0
@@ -259,11 +265,14 @@ class Host:
     def _shut_down(self) -> None:
         for machine in [*self._machines.values(), *self._spare]:
             self._discard(machine)
+        for slot in self._free:
+            if slot.keeper is not None:
+                slot.keeper.end()
         if self._groups is not None:
             self._groups.remove()
 
-    def _send(self, message: dict[str, Any], handed_over: socket.socket | None = None) -> None:
-        files = [handed_over.fileno()] if handed_over else []
+    def _send(self, message: dict[str, Any], handed_over: int | None = None) -> None:
+        files = [] if handed_over is None else [handed_over]
         socket.send_fds(self._control, [json.dumps(message).encode()], files)
 
     def _counts_processes(self) -> bool:

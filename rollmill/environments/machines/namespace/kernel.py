@@ -19,6 +19,7 @@ CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_PIDFD = 0x00001000
+CLONE_PARENT = 0x00008000
 CLONE_INTO_CGROUP = 0x200000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
@@ -61,7 +62,6 @@ if _close_range is not None:
     _close_range.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_int]
 _before_fork, _after_fork_in_child = ctypes.pythonapi.PyOS_BeforeFork, ctypes.pythonapi.PyOS_AfterFork_Child
 _CLONE3, _CLONE3_SIZE = ctypes.c_long(_SYS_CLONE3), ctypes.c_size_t(88)
-_FORK = ctypes.create_string_buffer(struct.pack("=11Q", 0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0))
 
 
 def _check(result: int, what: str) -> int:
@@ -98,9 +98,18 @@ def clone(flags: int, cgroup: int | None = None) -> tuple[int, int]:
     return (pid, pidfd.value) if pid else (0, -1)
 
 
-def fork() -> int:
+def clone_arguments(flags: int = 0, *, sibling: bool = False) -> ctypes.Array[ctypes.c_char]:
+    """For `fork`. Made once, because they are needed often. `sibling`: the new process is a child of our parent."""
+    flags, end_signal = (flags | CLONE_PARENT, 0) if sibling else (flags, signal.SIGCHLD)
+    return ctypes.create_string_buffer(struct.pack("=11Q", flags, 0, 0, 0, end_signal, 0, 0, 0, 0, 0, 0))
+
+
+_FORK = clone_arguments()
+
+
+def fork(arguments: ctypes.Array[ctypes.c_char] = _FORK) -> int:
     """As os.fork, without what Python does around it; see `clone`."""
-    return _check(_libc.syscall(_CLONE3, _FORK, _CLONE3_SIZE), "clone3")
+    return _check(_libc.syscall(_CLONE3, arguments, _CLONE3_SIZE), "clone3")
 
 
 def as_after_fork() -> None:

@@ -42,6 +42,13 @@ class NamespaceMachine(AgentMachine):
         if host.limits["shared_forks"]:
             self.capabilities = replace(self.capabilities, shared_fork=True)
 
+    async def set_up(self) -> None:
+        """Returns when a new machine is set up; MachineError says why it could not be. Any request waits for it too."""
+        async with self._nothing_pending():
+            answer = await self._exchange(b"", "set up", 0, 0.0, 0)
+            if answer is None or "error" in answer[0]:
+                await self._lose("it does not answer" if answer is None else str(answer[0]["error"])[:500], False)
+
     async def snapshot(self) -> Snapshot:
         """The work directory, in the memory of this process: it is small (`disk_mb`). Services stop for it."""
         if self.services is None:

@@ -133,9 +133,12 @@ def _start_agent(plan: agent.Plan) -> int:
     pid, pidfd = kernel.clone(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
     if pid == 0:
         nothing = os.open("/dev/null", os.O_RDWR)
-        for standard in (0, 1):
+        for standard in (0, 1, 2):
             os.dup2(nothing, standard)
-        agent.main(connection, plan)  # never returns
+        agent.prepare(plan)
+        if os.read(connection, 1):  # the host is there
+            agent.main(connection, plan)  # never returns
+        os._exit(0)
     os.close(connection)
     return pidfd
 

@@ -17,6 +17,7 @@ from rollmill.errors import MachineError
 
 Accelerator = Literal["kvm", "tcg"]
 KVM = Path("/dev/kvm")
+_IF_PARENT_LIVES = '[ "$PPID" = "$0" ] && exec "$@"'
 LOG_BYTES = 1 << 16  # of what QEMU and the guest's console print; the rest is lost
 # user ids of QEMU processes: above every range that systems hand out, and above those of namespace machines
 _FIRST_USER, _USERS = 0x70020000, 1 << 16
@@ -111,14 +112,20 @@ def _path(file: int) -> str:
     return f"/proc/self/fd/{file}"
 
 
+def guard(setpriv: str, *options: str) -> list[str]:
+    """Words before a command: it ends with this process. The kernel signals only what is still to come, so the command
+    does not begin if this process has already ended."""
+    return [setpriv, "--pdeathsig", "KILL", *options, "--", "/bin/sh", "-c", _IF_PARENT_LIVES, str(os.getpid())]
+
+
 def _guard(shape: Shape) -> list[str]:
     """QEMU dies with us and gets no new rights. If we are root, it is a user who owns nothing."""
-    guard = [shape.parts.setpriv, "--pdeathsig", "KILL", "--no-new-privs"]
+    options = ["--no-new-privs"]
     if os.geteuid() == 0 and _may_use(_FIRST_USER + _USERS):
         user = str(_FIRST_USER + next(_users) % _USERS)
         groups = ["--groups", str(KVM.stat().st_gid)] if shape.accelerator == "kvm" else ["--clear-groups"]
-        guard += ["--reuid", user, "--regid", user, *groups]
-    return [*guard, "--"]
+        options += ["--reuid", user, "--regid", user, *groups]
+    return guard(shape.parts.setpriv, *options)
 
 
 def _may_use(user: int) -> bool:

@@ -1,0 +1,109 @@
+"""The keeper of a slot: the process whose clones are the machines of that slot, one after the other.
+
+It is in the control groups and the user namespace of the slot, so its clones are there from their first instruction.
+Otherwise each machine would have to be moved into its groups: with version 1 that waits about 10 ms, in which no
+process of the whole system can fork or end. What is the same for each machine of a slot is set once, here.
+
+No machine sees its keeper: it has process ids, mounts, a network and interprocess communication of its own.
+
+    host: b"c"    keeper: process id of a machine, 0, and the client's end of its socket; or 0, errno
+"""
+
+from __future__ import annotations
+
+import _socket  # not socket: its Python part touches more memory, which is copied after each clone
+import array
+import contextlib
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from typing import NoReturn
+
+from rollmill.environments.machines.namespace import agent, cgroups, kernel
+
+_NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWUTS
+_OF_A_MACHINE = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
+_MACHINE = kernel.clone_arguments(_OF_A_MACHINE, sibling=True)  # the host learns of its end, and ends with it
+_MADE = struct.Struct("=ii")
+_CLONE = b"c"
+
+
+class Keeper:
+    """The host's side."""
+
+    def __init__(self, plan: agent.Plan, group: cgroups.Slot | None, identify: Callable[[int], None]) -> None:
+        """`identify` maps the users of a process. OSError: there is no keeper."""
+        self._connection, its = socket.socketpair()
+        with its:
+            try:
+                self.pid, pidfd = kernel.clone(_NAMESPACES, group.directory if group else None)
+            except OSError:
+                self._connection.close()
+                raise
+            if self.pid == 0:
+                _keep(its.fileno(), plan)
+        os.close(pidfd)
+        try:
+            identify(self.pid)
+            if group:
+                group.add(self.pid)
+            self._connection.send(b"g")
+        except OSError:
+            self.end()
+            raise
+
+    def ask(self) -> None:
+        """Ask for a machine. Several keepers can be asked before `take`: they work at the same time."""
+        with contextlib.suppress(BrokenPipeError):  # `take` says so
+            self._connection.send(_CLONE)
+
+    def take(self) -> tuple[int, int]:
+        """The machine that was asked for: its process id and the client's end of its socket, an open file.
+
+        ConnectionError: someone has killed the keeper.
+        """
+        message, files, _, _ = socket.recv_fds(self._connection, _MADE.size, 1)
+        if len(message) < _MADE.size:
+            raise ConnectionResetError("the keeper of a machine has ended")
+        pid, problem = _MADE.unpack(message)
+        if problem:
+            raise OSError(problem, f"clone3: {os.strerror(problem)}")
+        return pid, files[0]
+
+    def end(self) -> None:
+        self._connection.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _keep(connection: int, plan: agent.Plan) -> NoReturn:
+    """Runs in the child, until the host has gone."""
+    try:
+        agent.keep_only(connection)
+        os.dup2(0, 2)  # the host's input and output are /dev/null already
+        if os.read(agent.CONNECTION, 1):  # the host has mapped our identity
+            agent.prepare(plan)
+            agent.protect()
+            host = _socket.socket(fileno=agent.CONNECTION)
+            while host.recv(1):
+                _clone(host, plan)
+    finally:
+        os._exit(0)
+
+
+def _clone(host: _socket.socket, plan: agent.Plan) -> None:
+    ours, its = _socket.socketpair()
+    try:
+        pid = kernel.fork(_MACHINE)
+        if pid == 0:
+            agent.main(its.fileno(), plan)
+        files = array.array("i", [ours.fileno()])
+        host.sendmsg([_MADE.pack(pid, 0)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            host.send(_MADE.pack(0, error.errno or 1))
+    finally:
+        ours.close()
+        its.close()

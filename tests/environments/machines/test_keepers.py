@@ -1,0 +1,81 @@
+"""Keepers: the processes whose clones are machines (namespace/keeper.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace.client import NamespaceHost
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+KEPT_AND_SPARE = 32 + 8
+
+
+def children(host: NamespaceHost) -> tuple[list[int], list[int]]:
+    """Process ids of the keepers of a machine host, and of its machines."""
+    assert host._process is not None
+    own = host._process.pid
+    found: tuple[list[int], list[int]] = ([], [])
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == own:
+                is_machine = os.readlink(path / "ns/pid") != os.readlink(f"/proc/{own}/ns/pid")
+                found[is_machine].append(int(path.name))
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+async def test_a_killed_keeper_is_replaced(any_host: NamespaceHost) -> None:
+    first = await any_host.create(BUILT_IN, {"a": b"1"})
+    keepers, _ = children(any_host)
+    for keeper in keepers:
+        os.kill(keeper, signal.SIGKILL)
+    machines = await asyncio.gather(*(any_host.create(BUILT_IN) for _ in range(16)))  # more than are made ahead
+    results = await asyncio.gather(*(machine.exec(["true"]) for machine in machines))
+    assert [result.exit_code for result in results] == [0] * 16
+    assert await first.read("a") == b"1", "a machine does not need its keeper"
+    await asyncio.gather(*(machine.close() for machine in [first, *machines]))
+
+
+async def test_machines_are_born_in_their_groups(host: NamespaceHost) -> None:
+    if not host.limits["control_groups"]:
+        pytest.skip("no control groups here")
+    machine = await host.create(BUILT_IN)
+    _, machines = children(host)
+    assert machines and host._process is not None
+    groups = [Path(f"/proc/{pid}/cgroup").read_text() for pid in machines]
+    assert all(f"/rollmill-{host._process.pid}/m" in group for group in groups)
+    assert len(set(groups)) == len(machines), "each in one of its own"
+    await machine.close()
+
+
+async def test_one_machine_after_the_other_in_a_slot_finds_nothing_of_it(host: NamespaceHost) -> None:
+    """A slot has users, limits and a host name; files, network and shared memory are of the machine."""
+    leave = (
+        "import os, socket; open('/tmp/a', 'w'); open('/work/a', 'w'); open(os.path.expanduser('~/a'), 'w')\n"
+        "held = [socket.create_server(('127.0.0.1', 4711)) for _ in range(1)]\n"
+        "socket.create_connection(('127.0.0.1', 4711)).close()"
+    )
+    look = "ls -A /work /tmp; ls ~; cat /proc/net/tcp /proc/sysvipc/shm | wc -l; cat /proc/net/unix | wc -l"
+    machine = await host.create(BUILT_IN)
+    seen = {(await machine.exec(["sh", "-c", look])).output}
+    await machine.close()
+    for _ in range(24):  # in each slot that is made ahead, more than once
+        machine = await host.create(BUILT_IN)
+        seen.add((await machine.exec(["sh", "-c", look])).output)
+        assert (await machine.exec(["python", "-c", leave])).exit_code == 0
+        await machine.close()
+    assert len(seen) == 1
+
+
+async def test_keepers_that_nobody_needs_end(host: NamespaceHost) -> None:
+    machines = await asyncio.gather(*(host.create(BUILT_IN) for _ in range(KEPT_AND_SPARE + 20)))
+    assert len(children(host)[0]) >= len(machines)
+    await asyncio.gather(*(machine.close() for machine in machines))
+    assert len(children(host)[0]) <= KEPT_AND_SPARE
