@@ -45,6 +45,8 @@ def doctor() -> None:
     from rich.table import Table
 
     from rollmill.cli.doctor import probe_machines
+    from rollmill.environments.machines.emulation_probe import try_emulation
+    from rollmill.environments.machines.namespace.emulation import other
     from rollmill.environments.machines.process_snapshot import try_process_snapshot
 
     table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore", "why not")
@@ -60,6 +62,8 @@ def doctor() -> None:
         table.add_row("[green]ok[/]", kind, able.kernel, kept, f"{able.slowdown:.1f}", *times, "")
     Console().print(table)
     typer.echo(f"snapshots of the processes of namespace machines: no. {asyncio.run(try_process_snapshot())}")
+    why = asyncio.run(try_emulation(other()))
+    typer.echo(f"programs for {other()} in namespace machines: {'yes, emulated' if why is None else f'no. {why}'}")
     if not works:
         raise typer.Exit(1)
 

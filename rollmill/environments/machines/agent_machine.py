@@ -49,7 +49,10 @@ class AgentMachineConfig(Config):
         default=256, ge=32, description="Memory of one machine in MiB, for all its processes and files together."
     )
     disk_mb: int = Field(
-        default=64, ge=1, description="Size of a machine's work directory in MiB; /tmp may take as much again."
+        default=64,
+        ge=1,
+        description="Size of a machine's work directory in MiB; /tmp may take as much again. A machine that has forked "
+        "and its forks may each write as much again beside the files that they share.",
     )
     processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
     open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")

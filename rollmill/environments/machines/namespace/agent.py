@@ -37,7 +37,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import command, computer, files, kernel, layout, seccomp, terminal, wire
+from rollmill.environments.machines.namespace import (
+    command,
+    computer,
+    emulation,
+    files,
+    kernel,
+    layout,
+    seccomp,
+    terminal,
+    wire,
+)
 from rollmill.environments.machines.namespace.memory import Watchdog
 from rollmill.environments.machines.namespace.process import MOST, Process, Processes
 
@@ -50,6 +60,7 @@ _BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most 
 _SIGNALS, _LOCKED = 512, 1 << 16  # queued signals; bytes of memory that is never paged out
 _SHARED = (("/proc/sys/user/max_inotify_instances", b"8"), ("/proc/sys/user/max_inotify_watches", b"4096"))
 _HOME_FILES = tuple((f"{layout.HOME}/{name}", text.encode()) for name, text in computer.HOME_FILES.items())
+_RULES = "/proc/sys/fs/binfmt_misc"
 _SET_UP = wire.pack({"id": 0})
 _CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
@@ -68,6 +79,7 @@ class Limits(NamedTuple):
     # The machine has a kernel of its own, probably emulated: that kernel counts, pid 1 only seldom, and a process is
     # made before its command is known. What else runs in the machine sees that process.
     own_kernel: bool = False
+    emulates: str | None = None  # the architecture of the machine's programs, if it is not the host's
 
     def confinement(self) -> command.Confinement:
         wanted = {
@@ -87,7 +99,7 @@ class Limits(NamedTuple):
         for which, value in wanted.items():
             _, hard = resource.getrlimit(which)
             rlimits[which] = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        return command.Confinement(rlimits, self.filter)
+        return command.Confinement(rlimits, self.filter, warm=self.emulates is None)
 
 
 class Plan(NamedTuple):
@@ -99,6 +111,7 @@ class Plan(NamedTuple):
     confinement: command.Confinement  # of commands
     watchdog: Watchdog
     ahead: bool  # whether a process is made before its command is known
+    rule: bytes | None  # for the kernel, to run programs of another architecture
 
     @classmethod
     def of(cls, limits: Limits) -> Plan:
@@ -118,7 +131,8 @@ class Plan(NamedTuple):
             -1,
             _SELDOM_S if limits.own_kernel else _WATCH_INTERVAL_S,
         )
-        return cls(limits.own_user, mounts, limits.confinement(), watchdog, limits.own_kernel)
+        rule = None if limits.emulates is None else emulation.rule(limits.emulates)
+        return cls(limits.own_user, mounts, limits.confinement(), watchdog, limits.own_kernel, rule)
 
 
 def main(connection: int, plan: Plan) -> NoReturn:
@@ -159,6 +173,8 @@ def _lock_in(plan: Plan) -> Watchdog:
     for arguments in plan.mounts:
         kernel.mount(*arguments)
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
+    if plan.rule is not None:
+        _emulate(plan.rule)
     _furnish_home()
     _count_on()
     kernel.mount(layout.INIT, "/proc/1", None, kernel.MS_BIND)  # hides pid 1
@@ -167,6 +183,13 @@ def _lock_in(plan: Plan) -> Watchdog:
     protect()
     os.chdir("/")  # not the work directory, which could then not be unmounted when the machine forks
     return plan.watchdog._replace(sockets=sockets)
+
+
+def _emulate(rule: bytes) -> None:
+    kernel.mount("binfmt_misc", _RULES, "binfmt_misc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    setting = os.open(f"{_RULES}/register", os.O_WRONLY | os.O_CLOEXEC)
+    os.write(setting, rule)
+    os.close(setting)
 
 
 def _furnish_home() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -18,15 +19,18 @@ from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines import agent_machine, services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.egress import ENTRY
-from rollmill.environments.machines.images import Image, obtain_image
-from rollmill.environments.machines.namespace import cgroups
+from rollmill.environments.machines.images import BUILT_IN, Image, obtain_image
+from rollmill.environments.machines.namespace import cgroups, emulation
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
 from rollmill.errors import MachineError, TaskError
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[4]
 
 
-Seen = tuple[str | None, str | None]  # directories of an image that all machines of a host see: packages, root
+# of an image, what all machines of a host see: its packages and root (directories), and the architecture of its
+# programs if it is not the host's
+Seen = tuple[str | None, str | None, str | None]
+_NOTHING: Seen = (None, None, None)
 
 
 class NamespaceConfig(AgentMachineConfig):
@@ -49,10 +53,12 @@ class NamespaceHost:
     machine sees them.
     """
 
-    def __init__(self, config: NamespaceConfig | None = None, *, sees: Seen = (None, None)) -> None:
+    def __init__(self, config: NamespaceConfig | None = None, *, sees: Seen = _NOTHING) -> None:
         self.config = config or NamespaceConfig()
         self._sees = sees
         self._others: dict[Seen, NamespaceHost] = {}
+        self.architecture = sees[2] or ""
+        self.measured_slowdown: float | None = None  # of programs of another architecture, once someone has asked
         self.limits: dict[str, Any] = {}  # what bounds machines on this host; known after start()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -67,10 +73,9 @@ class NamespaceHost:
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> NamespaceMachine:
         loaded = await obtain_image(image, self.config)
-        loaded.check_programs("namespace", own_system=True)
-        if (sees := (loaded.packages, loaded.root)) not in ((None, None), self._sees):
-            other = self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
-            return await other.create(image, files, snapshot=snapshot)
+        if (sees := (loaded.packages, loaded.root, emulated(loaded))) not in (_NOTHING, self._sees):
+            host = self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
+            return await host.create(image, files, snapshot=snapshot)
         machine = await self._connect(loaded)
         try:
             if snapshot is not None:
@@ -114,6 +119,23 @@ class NamespaceHost:
             raise MachineError("the machine host does not answer", hint="is the host overloaded?") from None
         finally:
             del self._sharing[number]
+
+    async def slowdown(self, image: str) -> float:
+        """How many times longer programs of another architecture take; 1 if the image has none."""
+        if self.measured_slowdown is None:
+            machine = await self.create(image)
+            host = machine.host
+            try:
+                if host.architecture and host.measured_slowdown is None:
+                    plain = await self.create(BUILT_IN)
+                    try:
+                        host.measured_slowdown = await emulation.measure_slowdown(machine, plain)
+                    finally:
+                        await plain.close()
+            finally:
+                await machine.close()
+            return host.measured_slowdown or 1.0
+        return self.measured_slowdown
 
     async def export(self, snapshot: Snapshot) -> Snapshot:
         return snapshot  # it is bytes
@@ -240,6 +262,16 @@ class NamespaceHost:
         for future in waiting:
             if not future.done():
                 future.set_exception(MachineError(why))
+
+
+def emulated(image: Image) -> str | None:
+    """The architecture of an image's programs, if it is not this host's. TaskError: this host cannot emulate it."""
+    if image.root is None or image.architecture in (None, platform.machine()):
+        return None
+    if why := emulation.missing(image.architecture):
+        hint = 'or use [machine] kind = "qemu"'
+        raise TaskError(f"image {image.name!r} is for {image.architecture}, and {why}", hint=hint)
+    return image.architecture
 
 
 def _launch(control: socket.socket, config: NamespaceConfig, sees: Seen) -> subprocess.Popen[bytes]:

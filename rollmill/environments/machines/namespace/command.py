@@ -34,6 +34,7 @@ class Confinement(NamedTuple):
 
     rlimits: dict[int, int]
     filter: seccomp.Filter | None  # of system calls
+    warm: bool = True  # whether pid 1 is the Python that a command calls `python`
 
 
 def run(
@@ -131,7 +132,7 @@ def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoR
             _fill(stdin, order.stdin)
             os.dup2(stdin, 0)
             os.close(stdin)
-        _go(order)
+        _go(order, confinement)
     finally:
         os._exit(126)
 
@@ -183,21 +184,22 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
         if order.pty is not None:
             terminal.control(0)
         _confine(confinement)
-        _go(order)
+        _go(order, confinement)
     except BaseException as error:
         os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
     finally:
         os._exit(126)
 
 
-def _go(order: Order) -> NoReturn:
+def _go(order: Order, confinement: Confinement) -> NoReturn:
     """Become the command, in a process that is confined."""
     code = 126
     try:
         os.chdir(order.cwd)
         if order.env:
             os.environ.update(order.env)
-        if order.pty is None and warm_python.can_run(order.argv):  # its streams know of no terminal
+        # the streams of a warm Python know of no terminal
+        if order.pty is None and confinement.warm and warm_python.can_run(order.argv):
             kernel.as_after_fork()
             warm_python.run(order.argv)
         _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)

@@ -67,6 +67,7 @@ class Host:
         memory_counted = self._groups is not None and "memory" in self._groups.controllers
         self._limits = agent.Limits(
             **state["limits"],
+            emulates=state["emulates"],
             own_user=self._identities > 1,
             memory_counted=memory_counted,
             count_processes=self._counts_processes(),

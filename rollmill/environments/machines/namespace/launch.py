@@ -2,10 +2,10 @@
 
     python -m rollmill.environments.machines.namespace.launch CONTROL_FD LIMITS_JSON SEEN_JSON
 
-SEEN_JSON is a list of two directories of this host, or null: Python packages, and an operating system whose programs
-take the place of this host's. All machines of this machine host see them, read-only. This process becomes `host.py` by
-running this host's Python with the C library of that operating system, before it gives up its rights: both must be
-trusted, see os_layer.py.
+SEEN_JSON is a list: Python packages and an operating system whose programs take the place of this host's (directories
+of this host, or null), and its architecture if it is not this host's. All machines of this machine host see them,
+read-only. This process becomes `host.py` by running this host's Python with the C library of that operating system,
+before it gives up its rights: both must be trusted, see os_layer.py. Of another architecture it runs nothing.
 What the kernel refuses is reported on the control socket as {"error", "hint"}; the client raises it as MachineError.
 """
 
@@ -17,7 +17,7 @@ import socket
 import sys
 from pathlib import Path
 
-from rollmill.environments.machines.namespace import cgroups, kernel, layout, root
+from rollmill.environments.machines.namespace import cgroups, emulation, kernel, layout, root
 
 _ENTER = f"import sys; sys.path.insert(0, {layout.CODE!r}); from {__package__}.host import main; main(sys.argv.pop())"
 
@@ -25,8 +25,9 @@ _ENTER = f"import sys; sys.path.insert(0, {layout.CODE!r}); from {__package__}.h
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = json.loads(sys.argv[2])
-    packages, userland = json.loads(sys.argv[3])
-    environment = root.environment()
+    packages, userland, architecture = json.loads(sys.argv[3])
+    emulator = None if architecture is None else emulation.find(architecture)
+    environment = root.environment(emulated=emulator is not None)
     try:
         groups = cgroups.find(limits["memory"], limits["processes"])
         privileged = kernel.has_capability(kernel.CAP_SYS_ADMIN) and kernel.has_capability(kernel.CAP_SETUID)
@@ -34,7 +35,7 @@ def main() -> None:
         if identities == 1:
             _enter_user_namespace()
         kernel.unshare(kernel.CLONE_NEWNS)
-        python = root.enter_new_root(packages, userland)
+        python = root.enter_new_root(packages, userland, emulator)
     except OSError as error:
         control.send(json.dumps({"error": f"cannot enter namespaces: {error.strerror}", "hint": hint()}).encode())
         sys.exit(1)
@@ -44,12 +45,14 @@ def main() -> None:
         "identities": identities,
         "groups": groups,
         "packages": packages is not None,
+        "emulates": architecture,
     }
     for file in (control.fileno(), *(groups.parents.values() if groups else ())):
         os.set_inheritable(file, True)
     # bind all C functions now: otherwise each machine would look them up again when it first calls them
     environment["LD_BIND_NOW"] = "1"
-    os.execve(python, ["python", "-c", _ENTER, json.dumps(state)], environment)  # noqa: S606
+    words = ["python", *python[1:], "-c", _ENTER, json.dumps(state)]
+    os.execve(python[0], words, environment)  # noqa: S606
 
 
 def hint() -> str:

@@ -33,14 +33,18 @@ class NamespaceMachine(AgentMachine):
 
     def __init__(self, host: NamespaceHost, identifier: int, image: Image, connection: socket.socket) -> None:
         super().__init__(image.reference, connection, str(identifier))
-        self._host = host
+        self.host = host
         self._id = identifier
         self._image = image
         self._egress: Egress | None = None
         self._killed = False  # by someone outside, or by us because the machine host failed
         self.services: RunningServices | None = None
-        if host.limits["shared_forks"]:
-            self.capabilities = replace(self.capabilities, shared_fork=True)
+        self.capabilities = replace(
+            self.capabilities,
+            shared_fork=host.limits["shared_forks"],
+            architecture=host.architecture,
+            slowdown=host.measured_slowdown or 1.0,
+        )
 
     async def set_up(self) -> None:
         """Returns when a new machine is set up; MachineError says why it could not be. Any request waits for it too."""
@@ -61,7 +65,7 @@ class NamespaceMachine(AgentMachine):
         return Snapshot(self.image, state)
 
     async def _pack_work(self) -> bytes:
-        limit = min(self._host.config.disk_mb << 20, wire.MAX_BODY >> 1)  # the tar needs room of its own
+        limit = min(self.host.config.disk_mb << 20, wire.MAX_BODY >> 1)  # the tar needs room of its own
         request = {"op": "snapshot", "max_bytes": limit}
         return await self._request_files(request, max_body=wire.MAX_BODY)
 
@@ -74,11 +78,11 @@ class NamespaceMachine(AgentMachine):
         It is not possible while a process or a service runs in the machine.
         """
         if self.services is None and self.capabilities.shared_fork and not await self._busy():
-            children = await _all_or_none(self._host.create_empty(self._image) for _ in range(count))
+            children = await _all_or_none(self.host.create_empty(self._image) for _ in range(count))
             if await self._share_with(children):
                 return children
         snapshot = await self.snapshot()
-        return await _all_or_none(self._host.create(self._image.name, snapshot=snapshot) for _ in range(count))
+        return await _all_or_none(self.host.create(self._image.name, snapshot=snapshot) for _ in range(count))
 
     async def _busy(self) -> bool:
         answer = await self._request({"op": "busy"}, max_body=0)
@@ -108,12 +112,12 @@ class NamespaceMachine(AgentMachine):
         """A few at once, so that the machine host serves others in between."""
         try:
             for first in range(0, len(children), _AT_ONCE):
-                if not await self._host.share(self._id, children[first : first + _AT_ONCE]):
+                if not await self.host.share(self._id, children[first : first + _AT_ONCE]):
                     return False
             return True
         except MachineError:  # nobody knows whether the work directory is there
             self._killed = True
-            await self._host.end(self._id)
+            await self.host.end(self._id)
             return False
 
     async def pause(self) -> None:
@@ -130,7 +134,7 @@ class NamespaceMachine(AgentMachine):
 
     async def open_egress(self) -> None:
         """Let commands reach the names of `egress`, through a proxy whose variables they find in their environment."""
-        allowed, log_file = self._host.config.egress, self._host.config.egress_log
+        allowed, log_file = self.host.config.egress, self.host.config.egress_log
         if not allowed:
             return
         listener, port = await self.listen()
@@ -145,14 +149,14 @@ class NamespaceMachine(AgentMachine):
         self._closed = True
         if self._egress is not None:
             await self._egress.close()
-        await self._host.end(self._id)
+        await self.host.end(self._id)
         async with self._lock:
             self._connection.close()
             for unclaimed in self._handed_over:
                 unclaimed.close()
 
     async def _end(self, begun: bool) -> Ended:
-        killed = await self._host.end(self._id)
+        killed = await self.host.end(self._id)
         if killed is None:
             return Ended(True, "; the machine host does not answer either")
         self._killed |= killed  # the machine host says it once

@@ -4,6 +4,7 @@
     /opt/python           the Python installation in use, where it is not part of /usr; standard library only
     /opt/bin              python, python3
     /opt/packages         the Python packages of the image, if it has any
+    /opt/emulator …       only where the image has programs of another architecture (emulation.py)
     /etc /dev /run /var   a few files made for machines (computer.py)
     /sys                  what this host's /sys says about its maker and processors
     /proc /tmp /work      mounted afresh by each machine, and so is the home of its user
@@ -26,7 +27,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollmill.environments.machines.namespace import computer, kernel, layout
+from rollmill.environments.machines.namespace import computer, emulation, kernel, layout
 
 _STAGE = "/tmp"  # noqa: S108  any directory that always exists: covered in our own mount namespace only
 USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
@@ -50,11 +51,13 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 
 
-def enter_new_root(packages: str | None, userland: str | None = None) -> str:
-    """Build the root in this process's private mount namespace and move into it. Returns the Python to run there.
+def enter_new_root(packages: str | None, userland: str | None = None, emulator: str | None = None) -> list[str]:
+    """Build the root in this process's private mount namespace and move into it. Returns the command of its Python.
 
     The source of the machine host is still there, on a mount of its own. The host unmounts it after its imports.
+    With `emulator`, the programs of `userland` are of another architecture.
     """
+    loader = _loader() if emulator is not None else None
     python_home = Path(sys.base_prefix).resolve()
     hidden = [path for path in _private_directories() if path not in (python_home, *python_home.parents)]
     if userland is not None:  # it has nothing of this host to hide
@@ -80,7 +83,13 @@ def enter_new_root(packages: str | None, userland: str | None = None) -> str:
         inside = Path(layout.PYTHON)
         _bind(old / python_home.relative_to("/"), new / layout.PYTHON[1:])
     inside /= f"bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    for name in ("python", "python3"):
+    python = [str(inside)]
+    if emulator is not None and loader is not None:
+        _bind(old / Path(emulator).resolve().relative_to("/"), new / layout.EMULATOR[1:])
+        _bind(old / loader.parent.relative_to("/"), new / layout.NATIVE[1:])
+        libraries = f"{layout.NATIVE}:{layout.PYTHON}/lib"
+        python = [f"{layout.NATIVE}/{loader.name}", "--library-path", libraries, str(inside)]
+    for name in ("python", "python3") if emulator is None else ():
         (new / layout.PROGRAMS[1:] / name).symlink_to(inside)
     _cover(hidden, python_home, new)
     _copy_own_code(old, new)
@@ -89,14 +98,23 @@ def enter_new_root(packages: str | None, userland: str | None = None) -> str:
     kernel.pivot_root(".", ".")
     kernel.unmount(".")
     os.chdir("/")
-    return str(inside)
+    return python
 
 
-def environment() -> dict[str, str]:
+def _loader() -> Path:
+    """The loader of this Python; the C library lies beside it."""
+    found = emulation.interpreter_of(Path("/proc/self/exe"))
+    if found is None:
+        raise OSError(errno.ENOTSUP, "this Python needs no loader")
+    return Path(found).resolve()
+
+
+def environment(*, emulated: bool = False) -> dict[str, str]:
     """The environment variables of a command."""
     home = Path(sys.base_prefix)
+    own = f"{layout.PROGRAMS}:{layout.PACKAGES}/bin:{layout.PYTHON}/bin"
     variables = {
-        "PATH": f"{layout.PROGRAMS}:{layout.PACKAGES}/bin:{layout.PYTHON}/bin:{_SYSTEM_PATH}",
+        "PATH": f"{f'{layout.PACKAGES}/bin' if emulated else own}:{_SYSTEM_PATH}",
         "HOME": layout.HOME,
         "USER": layout.USER,
         "LOGNAME": layout.USER,
@@ -104,7 +122,7 @@ def environment() -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    if sysconfig.get_config_var("Py_ENABLE_SHARED") and not home.is_relative_to("/usr"):
+    if sysconfig.get_config_var("Py_ENABLE_SHARED") and not emulated and not home.is_relative_to("/usr"):
         variables["LD_LIBRARY_PATH"] = f"{layout.PYTHON}/lib"
     return variables
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from rollmill.environments.machines.namespace import emulation
 from rollmill.environments.machines.qemu import parts
 from rollmill.errors import MachineError
 
@@ -50,6 +51,10 @@ def set_up(say: Callable[[str], None], name: str | None = None) -> None:
         if not (place / "cache_line.so").is_file():
             _build_preload(place, say)
         say(f"preload for this CPU: {place / 'cache_line.so'}")
+    if arch.name != platform.machine():
+        if emulation.find(arch.name) is None:
+            _fetch_emulator(arch.name, place)
+        say(f"emulator of programs in namespace machines: {emulation.find(arch.name)}")
 
 
 def _install(packages: list[str], say: Callable[[str], None]) -> None:
@@ -82,6 +87,19 @@ def _fetch_kernel(arch: parts.Architecture, place: Path) -> None:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE) as unpacking:
             assert unpacking.stdout is not None
             _take_kernel(unpacking.stdout, place)
+
+
+def _fetch_emulator(name: str, place: Path) -> None:
+    """It is not installed: then the kernel would run every program of this architecture, on the whole host."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise MachineError(
+            f"{emulation.name_of(name)} comes from a Debian package, and there is no apt-get here",
+            hint=f"put it into a directory of PATH or into {place}",
+        )
+    with tempfile.TemporaryDirectory(dir=place) as temporary:
+        _run(["apt-get", "download", emulation.PACKAGE], cwd=temporary)
+        _run(["dpkg-deb", "-x", *map(str, Path(temporary).glob("*.deb")), temporary])
+        os.replace(Path(temporary, "usr/bin", emulation.name_of(name)), place / emulation.name_of(name))
 
 
 def _other_packages(arch: parts.Architecture, state: Path) -> list[str]:
