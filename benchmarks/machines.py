@@ -1,7 +1,7 @@
 """Machines: from start to the first command, with `bwrap` beside them in the same run; then virtual machines.
 
     python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--held 200]
-                                  [--only namespaces|forks|qemu|held]
+                                  [--only namespaces|forks|qemu|held] [--no-soak]
 
 - p50 and p99 are of the time from `create` to the end of the first command, `true`. One machine at a time; each is
   closed before the next one starts.
@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=400, help="of each kind")
     parser.add_argument("--bwrap", default=shutil.which("bwrap"), help="path of bwrap")
     parser.add_argument("--held", type=int, default=200, help="virtual machines that are held at once, paused")
+    parser.add_argument("--no-soak", action="store_true", help="leave the soak out")
     parser.add_argument("--only", choices=PARTS, help="measure this alone; held: paused virtual machines")
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
@@ -172,7 +173,8 @@ def main() -> None:
         measured = virtual_figures(arguments.only == "held", arguments.quick, arguments.held)
         figures |= measured
         bars |= machines_qemu.bars(measured) if measured else {}
-    for kind, cycles in soak_cycles(arguments.only, arguments.quick).items():
+    soaks = {} if arguments.no_soak else soak_cycles(arguments.only, arguments.quick)
+    for kind, cycles in soaks.items():
         soaked = asyncio.run(machines_soak.soak(kind, cycles))
         show_figures(f"soak, {kind}: {dict(soaked.outcomes.most_common())}", soaked.figures(kind))
         figures |= soaked.figures(kind)
