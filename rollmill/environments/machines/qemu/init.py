@@ -104,7 +104,8 @@ def _open_port(path: str) -> int:
 
 def _limits(given: dict[str, int]) -> agent.Limits:
     """The guest has a kernel of its own, and memory that nobody else uses: no filter, and no other count of memory."""
-    return agent.Limits(**given, own_user=True, memory_counted=True, count_processes=True, filter=None, own_kernel=True)
+    facts: dict[str, Any] = {"own_user": True, "memory_counted": True, "count_processes": True, "filter": None}
+    return agent.Limits(**{**given, **facts, "own_kernel": True})
 
 
 def _become_plain(facts: dict[str, Any]) -> None:
