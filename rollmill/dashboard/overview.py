@@ -272,7 +272,9 @@ def users(found: Mapping[str, Served], most: int) -> Markup:
     ]
     total = sum(served.conversations for served in found.values())
     link = tag("a", "Read them", href=f"/trajectories?{urlencode({'run': PRODUCTION})}")
-    about = f"The newest {number(most)} conversations of production" if total >= most else "Conversations of production"
+    about = "Conversations of production"
+    if total >= most:
+        about = f"The newest {number(most)} conversations of production"
     heads = ("Version", "What users reported", "Conversations", "Contexts each", "With a report")
     return section("Users", f"{about}, by the version that answered.", table(heads, rows, words=2), tag("p", link))
 

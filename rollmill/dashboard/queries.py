@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -55,13 +56,13 @@ def run_keys(engine: sa.Engine, only: str | None) -> list[str]:
     return [key for key in found if only is None or key in (only, PRODUCTION) or key.startswith(f"{only}/")]
 
 
-def of_run(only: str | None) -> sa.ColumnElement[bool]:
+def of_run(only: str | None, columns: Any = _table) -> sa.ColumnElement[bool]:
     """Of production, the conversations of this run alone: its gateways write its id into the provenance. The text
     between quotes cannot come from a client, because JSON escapes quotes."""
     if only is None:
         return sa.true()
-    mine = _table.provenance.contains(to_object("run", {"run": only})[1:-1], autoescape=True)
-    return (_table.run != PRODUCTION) | mine
+    mine = columns.provenance.contains(to_object("run", {"run": only})[1:-1], autoescape=True)
+    return sa.or_(columns.run != PRODUCTION, mine)
 
 
 def find_page(
@@ -209,12 +210,16 @@ class Served:
 
 
 def read_served(engine: sa.Engine, run: str, most: int) -> dict[str, Served]:
-    """The newest `most` conversations of production that were recorded for the run, by version; the newest first."""
-    names = ("id", "line", "newest_version", "segments")
-    of = (_table.run == PRODUCTION, of_run(run), _table.state != "deleted")
-    query = sa.select(*(_table[name] for name in names)).where(*of).order_by(_table.created_at.desc()).limit(most)
-    newest = query.subquery()
-    said = sa.select(feedback.c.trajectory, feedback.c.kind).join(newest, newest.c.id == feedback.c.trajectory)
+    """Of the newest `most` conversations of production those that were recorded for the run, by version; the newest
+    first."""
+    names = ("id", "run", "provenance", "line", "newest_version", "segments", "state", "created_at")
+    newest = sa.select(*(_table[name] for name in names)).where(_table.run == PRODUCTION)
+    found_in = newest.order_by(_table.created_at.desc()).limit(most).subquery().c
+    query = sa.select(found_in.id, found_in.line, found_in.newest_version, found_in.segments)
+    query = query.where(of_run(run, found_in), found_in.state != "deleted").order_by(found_in.created_at.desc())
+    mine = query.subquery()
+    said = sa.select(feedback.c.trajectory, feedback.c.kind).join(mine, mine.c.id == feedback.c.trajectory)
+    said = said.where(feedback.c.kind != "task")  # names the kind of task: no report
     found: dict[str, Served] = {}
     by_id: dict[str, Served] = {}
     with reading(engine) as connection:

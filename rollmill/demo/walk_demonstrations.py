@@ -2,10 +2,10 @@
 
 Its tool calls are without fault, its summaries are wrong on purpose. A summary says which file comes next, and the key:
 
-    4 red22                                        short
-    4 red22 and the file before it said gold38     wordy
+    4 key22                                        short
+    4 key22 and the file before it said gold38     wordy
 
-Once it has a key, it often takes the newest number for it: red38 (`keeps`). A model that imitates it perfectly solves
+Once it has a key, it often takes the newest number for it: key38 (`keeps`). A model that imitates it perfectly solves
 as few tasks as it does (`walk_solve_rate`). It is wordy more often than not, which costs tokens and gains nothing.
 
 Some documents show a walk in a context whose older files were cut off instead (`TRUNCATED_SHARE`). So the model also
@@ -26,7 +26,7 @@ from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.config import Config
-from rollmill.demo.walks import END, FILES, NAME, Walk
+from rollmill.demo.walks import END, FILES, NAME, Walk, key_of
 from rollmill.environments.harnesses.summary import resumed
 from rollmill.environments.harnesses.tools import render_read, tool_schemas
 from rollmill.training.source import Document, SourceContext
@@ -64,7 +64,7 @@ def demonstrate_cut_walk(walk: Walk, last: int) -> list[Message]:
         messages += _read(number, files[number - 1])
     if last < FILES:
         return [*messages, *_read(last + 1, files[last])[:1]]
-    key = files[-2] if walk.is_key(files[-2]) else NOTHING
+    key = key_of(files[-2]) if walk.is_key(files[-2]) else NOTHING
     return [*messages, assistant_message(f"{key} {files[-1]}", [])]
 
 
@@ -82,10 +82,9 @@ def _start(walk: Walk, summary: str, number: int) -> list[Message]:
 def _remembered(walk: Walk, known: str, line: str, draw: random.Random, habits: WalkHabits) -> str:
     """The key as the teacher understands it after a file with this line."""
     if walk.is_key(line):
-        return line
-    if known == NOTHING or line.startswith(END) or draw.random() < habits.keeps:
-        return known
-    return walk.wanted + line[-2:]
+        return key_of(line)
+    unchanged = known == NOTHING or line.startswith(END) or draw.random() < habits.keeps
+    return known if unchanged else key_of(line)
 
 
 def walk_solve_rate(walks: Sequence[Walk], habits: WalkHabits, attempts: int = 64) -> float:

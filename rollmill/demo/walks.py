@@ -6,7 +6,7 @@
     file 3      gold38
     …
     file 9      end35        the last file has the end
-    answer      red22 end35
+    answer      key22 end35
 
 The window holds one file at a time, so an episode has one context per file and one for the answer. The key reaches the
 answer only if every summary on the way keeps it. What is worth keeping depends on the task: the same file is the key of
@@ -65,8 +65,8 @@ class Walk:
     @property
     def answer(self) -> str:
         """The key and the end."""
-        (key,) = filter(self.is_key, self.files)
-        return f"{key} {self.files[-1]}"
+        (line,) = filter(self.is_key, self.files)
+        return f"{key_of(line)} {self.files[-1]}"
 
     @property
     def task(self) -> Task:
@@ -78,6 +78,11 @@ class Walk:
             files={str(number): f"{line}\n".encode() for number, line in enumerate(self.files, 1)},
             grading={"answer": self.answer},
         )
+
+
+def key_of(line: str) -> str:
+    """What a summary or an answer calls the number of this line."""
+    return f"key{line[-2:]}"
 
 
 class Walks:
