@@ -9,8 +9,7 @@ processes and real machines, on the walks of rollmill/demo/walks.py:
     learned        after RL; the reward of the final answer reaches every summary
     short          more RL from there, with the length reward
     truncation     the learned model under a harness that cuts old messages off instead
-    fixed note     the learned model under a harness that writes the summaries itself. The harness does not read the
-                   task, so it cannot know which file matters
+    fixed note     the learned model under a harness that writes the summaries itself, without knowing what matters
 
 The model was hardly trained under the last two harnesses. So the bars compare with what no model could exceed there but
 by guessing: the share of tasks whose key is still in the context at the end.
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import at_least, at_most, finish
-from benchmarks.summary_baselines import KEPT_CALLS, NOTED_FILES, reachable
+from benchmarks.summary_baselines import KEPT_CALLS, LAST_NOTE, reachable
 from rollmill.cluster.drive import drive
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.service import Target, evaluate, serving
@@ -186,7 +185,7 @@ def report(found: dict[str, Measured], seconds: float) -> tuple[dict[str, float]
     # episodes that end early are failures of the model; solved ones had to walk the whole way
     contexts = float(sorted(learned.contexts)[len(learned.contexts) // 2])
     bars = {"gain_low": at_least(gain.low, 0.0), "contexts_median": at_least(contexts, 10)}
-    for name, files in (("truncation", KEPT_CALLS), ("fixed_note", NOTED_FILES)):
+    for name, files in (("truncation", KEPT_CALLS), ("fixed_note", LAST_NOTE)):
         figures[f"{name}_most"] = sum(reachable(walk, files) for walk in walks) / len(walks)
         bars[f"low_over_{name}_most"] = at_least(learned.low - figures[f"{name}_most"], 0.0)
     if "short" in found:

@@ -1,8 +1,8 @@
 """What learned summaries are compared with: harnesses that do something else when the context is nearly full.
 
     Truncating   keeps the task and the newest tool calls with their results, as many as the window holds
-    FixedNote    writes the summary itself: the number of the next file, and what the newest files said, as many as a
-                 summary may hold. It does not read the task, so it cannot know which file matters
+    FixedNote    writes the summary itself, without knowing what matters: the number of the next file, and what the
+                 newest files said, as many as a summary may hold
 
 Both are kinds for [harness], with the settings of the coding harness. The model was hardly trained under them, so their
 rates also tell how unfamiliar they are to it. `reachable` tells what no
@@ -21,13 +21,14 @@ from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
 
-# of a window of 44 tokens with an answer of 6, and of a summary of 13 tokens: five files and the number of the next
+# of a window of 44 tokens with an answer of 6; and of a summary of 14 tokens: five files and the number of the next one
 KEPT_CALLS, NOTED_FILES = 4, 5
+LAST_NOTE = NOTED_FILES + 1  # needs no number
 
 
 def reachable(walk: Walk, files: int) -> bool:
     """Whether the key is among the last `files` files: before them, neither harness has it at the end."""
-    return any(map(walk.is_key, walk.files[-files:]))
+    return any(line.startswith("key") for line in walk.files[-files:])
 
 
 class TruncatedContexts(Contexts):
@@ -42,9 +43,10 @@ class NotedContexts(Contexts):
     def _ask(self) -> None:
         assert self._config is not None
         newest = " ".join(line.partition(" ")[2] for line in self.messages[-1]["content"].splitlines())
-        self.said = (*self.said, newest)[-NOTED_FILES:]
+        last = newest.startswith("end")
+        self.said = (*self.said, newest)[-(LAST_NOTE if last else NOTED_FILES) :]
         self.summaries += 1
-        place = "" if newest.startswith("end") else f"{self.summaries + 1} "
+        place = "" if last else f"{self.summaries + 1} "
         self.messages = resumed(self._first, self._config.resume, place + " ".join(self.said), self.summaries)
         self._fresh = True
 

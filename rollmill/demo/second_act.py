@@ -32,9 +32,7 @@ SETTINGS = (
     f'name="{SECOND_ACT}"',
     f"stages.{MIDTRAIN}.sources.0.keeps=0.8",  # a teacher that users can live with
     "gateway.seal_idle_s=2.0",
-    "cycle.enough=256",
-    "cycle.steps=8",
-    "cycle.lr=5e-4",
+    "cycle.enough=96",
     "cycle.settle_s=1.0",
     "cycle.share=0.5",
     "cycle.canary_sessions=16",
@@ -48,8 +46,8 @@ SETTINGS = (
     "gate.max_more_malformed=0.05",
     "gate.max_more_questions=0.05",
 )
-MEASURED = 96  # users of a measurement
-BATCH = 64  # users who come together
+MEASURED = 64  # users of a measurement
+BATCH = 48  # users who come together
 
 
 def make_run(demo: RunDirectory, seed: int, *settings: str) -> RunDirectory:

@@ -3,10 +3,10 @@
 Its tool calls are without fault, its summaries are wrong on purpose. A summary says which file comes next, and the key:
 
     4 key22                                        short
-    4 key22 and the file before it said gold38     wordy
+    4 key22 and the file before it said dust38     wordy
 
-Once it has a key, it often takes the newest number for it: key38 (`keeps`). A model that imitates it perfectly solves
-as few tasks as it does (`walk_solve_rate`). It is wordy more often than not, which costs tokens and gains nothing.
+Once it has a key, it mostly takes the newest dust for it (`keeps`). A model that imitates it perfectly solves as few
+tasks as it does (`walk_solve_rate`). It is wordy more often than not, which costs tokens and gains nothing.
 
 Some documents show a walk in a context whose older files were cut off instead (`TRUNCATED_SHARE`). So the model also
 knows what to do under a harness that cuts.
@@ -26,7 +26,7 @@ from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.config import Config
-from rollmill.demo.walks import END, FILES, NAME, Walk, key_of
+from rollmill.demo.walks import FILES, INSTRUCTION, NAME, Walk
 from rollmill.environments.harnesses.summary import resumed
 from rollmill.environments.harnesses.tools import render_read, tool_schemas
 from rollmill.training.source import Document, SourceContext
@@ -40,7 +40,7 @@ TRUNCATED_SHARE = 0.15
 class WalkHabits(Config):
     """All numbers are probabilities."""
 
-    keeps: float = Field(0.6, ge=0, le=1, description="How often the teacher keeps the key that it has, at each file.")
+    keeps: float = Field(0.45, ge=0, le=1, description="How often the teacher keeps the key that it has, at each file.")
     wordy: float = Field(0.7, ge=0, le=1, description="How often its summary says more than it needs to.")
 
 
@@ -48,23 +48,23 @@ def demonstrate_walk(walk: Walk, draw: random.Random, habits: WalkHabits) -> lis
     """One session of the teacher: the messages of each context."""
     contexts, summary, known = [], "", NOTHING
     for number, line in enumerate(walk.files, 1):
-        known = _remembered(walk, known, line, draw, habits)
-        messages = [*_start(walk, summary, number - 1), *_read(number, line), {"role": "user", "content": REQUEST}]
+        known = _remembered(known, line, draw, habits)
+        messages = [*_start(summary, number - 1), *_read(number, line), {"role": "user", "content": REQUEST}]
         wordy = f" and the file before it said {line}" if draw.random() < habits.wordy else ""
         summary = f"{known} {line}" if number == FILES else f"{number + 1} {known}{wordy}"
         contexts.append([*messages, assistant_message(summary, [])])
-    return [*contexts, [*_start(walk, summary, FILES), assistant_message(summary, [])]]
+    return [*contexts, [*_start(summary, FILES), assistant_message(summary, [])]]
 
 
 def demonstrate_cut_walk(walk: Walk, last: int) -> list[Message]:
     """A context without summaries, of which all but the file before `last` was cut off; after the last file it ends
     with what is left to answer."""
-    messages, files = _start(walk, "", 0), walk.files
+    messages, files = _start("", 0), walk.files
     for number in range(max(1, last - 1), last + 1):
         messages += _read(number, files[number - 1])
     if last < FILES:
         return [*messages, *_read(last + 1, files[last])[:1]]
-    key = key_of(files[-2]) if walk.is_key(files[-2]) else NOTHING
+    key = files[-2] if files[-2].startswith("key") else NOTHING
     return [*messages, assistant_message(f"{key} {files[-1]}", [])]
 
 
@@ -74,17 +74,16 @@ def _read(number: int, line: str) -> list[Message]:
     return [call, result]
 
 
-def _start(walk: Walk, summary: str, number: int) -> list[Message]:
-    first = [{"role": "user", "content": walk.instruction}]
+def _start(summary: str, number: int) -> list[Message]:
+    first = [{"role": "user", "content": INSTRUCTION}]
     return resumed(first, RESUME, summary, number) if number else first
 
 
-def _remembered(walk: Walk, known: str, line: str, draw: random.Random, habits: WalkHabits) -> str:
+def _remembered(known: str, line: str, draw: random.Random, habits: WalkHabits) -> str:
     """The key as the teacher understands it after a file with this line."""
-    if walk.is_key(line):
-        return key_of(line)
-    unchanged = known == NOTHING or line.startswith(END) or draw.random() < habits.keeps
-    return known if unchanged else key_of(line)
+    if line.startswith("dust") and known != NOTHING:
+        return known if draw.random() < habits.keeps else line.replace("dust", "key")
+    return line if line.startswith("key") else known
 
 
 def walk_solve_rate(walks: Sequence[Walk], habits: WalkHabits, attempts: int = 64) -> float:

@@ -1,16 +1,14 @@
 """Long tasks for a short window: walk through many small files, and bring back what two of them said.
 
-    task        walk and find red
-    file 1      blue31
-    file 2      red22        one file has the colour that the task asks for: the key
-    file 3      gold38
+    file 1      dust31
+    file 2      key22        one file has the key
+    file 3      dust38
     …
     file 9      end35        the last file has the end
     answer      key22 end35
 
 The window holds one file at a time, so an episode has one context per file and one for the answer. The key reaches the
-answer only if every summary on the way keeps it. What is worth keeping depends on the task: the same file is the key of
-one task and nothing to another. Nobody can answer before the last file: the end is not known.
+answer only if every summary on the way keeps it. Nobody can answer before the last file: the end is not known.
 
 A task's id says everything it is made of: SPLIT/NUMBER is a draw of its own.
 """
@@ -29,10 +27,9 @@ from rollmill.errors import TaskError
 from rollmill.types import Reward
 
 NAME = "walks"
-COLOURS = ("red", "blue", "green", "gold")
-END = "end"
+INSTRUCTION = "walk and find"
 FILES = 9
-NUMBERS = range(20, 40)  # one token each
+NUMBERS = range(20, 40)  # of dust, keys and ends; one token each
 SPLITS = ("train", "heldout")
 _DRAWS = 1_000_000
 
@@ -42,31 +39,18 @@ class Walk:
     id: str
 
     @cached_property
-    def wanted(self) -> str:
-        """The colour that the task asks for."""
-        return random.Random(f"{NAME} colour {self.id}").choice(COLOURS)
-
-    @cached_property
     def files(self) -> list[str]:
         """What each file says."""
         draw = random.Random(f"{NAME} {self.id}")
-        others = [colour for colour in COLOURS if colour != self.wanted]
-        words = [draw.choice(others) for _ in range(FILES - 1)] + [END]
-        words[draw.randrange(FILES - 1)] = self.wanted
-        return [f"{word}{number}" for word, number in zip(words, draw.sample(NUMBERS, FILES), strict=True)]
-
-    def is_key(self, line: str) -> bool:
-        return line.startswith(self.wanted)
-
-    @property
-    def instruction(self) -> str:
-        return f"walk and find {self.wanted}"
+        numbers = draw.sample(NUMBERS, FILES)
+        kinds = ["dust"] * (FILES - 1) + ["end"]
+        kinds[draw.randrange(FILES - 1)] = "key"
+        return [f"{kind}{number}" for kind, number in zip(kinds, numbers, strict=True)]
 
     @property
     def answer(self) -> str:
         """The key and the end."""
-        (line,) = filter(self.is_key, self.files)
-        return f"{key_of(line)} {self.files[-1]}"
+        return " ".join(line for line in self.files if not line.startswith("dust"))
 
     @property
     def task(self) -> Task:
@@ -74,15 +58,10 @@ class Walk:
             id=self.id,
             family=NAME,
             split=self.id.partition("/")[0],
-            instruction=self.instruction,
+            instruction=INSTRUCTION,
             files={str(number): f"{line}\n".encode() for number, line in enumerate(self.files, 1)},
             grading={"answer": self.answer},
         )
-
-
-def key_of(line: str) -> str:
-    """What a summary or an answer calls the number of this line."""
-    return f"key{line[-2:]}"
 
 
 class Walks:

@@ -23,7 +23,7 @@ from rollmill.demo.walk_demonstrations import (
     walk_solve_rate,
     walk_tokenizer,
 )
-from rollmill.demo.walks import COLOURS, FILES, Found, Walk, Walks
+from rollmill.demo.walks import FILES, Found, Walk, Walks
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.summary import derived_threshold
@@ -44,11 +44,10 @@ def test_tasks_follow_from_their_ids() -> None:
     tasks = Walks()
     for task in [*islice(tasks.train(0), 50), *tasks.heldout("heldout", 50)]:
         assert tasks.get(task.id) == task and len(task.files) == FILES
-        words = Counter(data.decode().rstrip("0123456789\n") for data in task.files.values())
-        wanted = task.instruction.removeprefix("walk and find ")
-        assert words[wanted] == words["end"] == 1 and words.keys() <= {*COLOURS, "end"}
+        kinds = Counter(data.decode().rstrip("0123456789\n") for data in task.files.values())
+        assert kinds == {"dust": FILES - 2, "key": 1, "end": 1}
         key, end = str(task.grading["answer"]).split()
-        assert f"{end}\n".encode() == task.files[str(FILES)] and f"{wanted}{key[3:]}\n".encode() in task.files.values()
+        assert f"{end}\n".encode() == task.files[str(FILES)] and f"{key}\n".encode() in task.files.values()
     for wrong in ("train", "fresh/1", "train/x", "train/²"):
         with pytest.raises(TaskError):
             tasks.get(wrong)
@@ -73,7 +72,7 @@ def test_one_file_fits_the_window_and_two_do_not(tokenizer: Tokenizer) -> None:
 
 def test_the_teacher_is_wrong_as_often_as_intended(tokenizer: Tokenizer) -> None:
     walks = [Walk(f"heldout/{number}") for number in range(100)]
-    assert 0.25 < walk_solve_rate(walks, WalkHabits(), 16) < 0.4
+    assert 0.15 < walk_solve_rate(walks, WalkHabits(), 16) < 0.3
     assert walk_solve_rate(walks, WalkHabits(keeps=1.0), 1) == 1.0
     stream = WalkStream(CompactFormat(tokenizer), seed=0)
     documents = [stream.read(number) for number in range(100)]
