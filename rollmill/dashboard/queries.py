@@ -229,9 +229,9 @@ def read_served(engine: sa.Engine, run: str, most: int) -> dict[str, Served]:
             served.conversations += 1
             served.contexts += row.segments or 0
         spoken = connection.execute(said).all()
-    for served in (by_id[id] for id in {row.trajectory for row in spoken} & by_id.keys()):
+    for served in (by_id[id] for id in {id for id, _ in spoken} & by_id.keys()):
         served.judged += 1
-    for row in spoken:
-        if row.trajectory in by_id:
-            by_id[row.trajectory].signals[row.kind] += 1
+    for id, kind in spoken:
+        if id in by_id:
+            by_id[id].signals[kind] += 1
     return found
