@@ -21,6 +21,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -167,12 +168,14 @@ class Host:
         """Make machines, at the same time. OSError: not all could be made."""
         asked: list[_Slot] = []
         problem: OSError | None = None
-        for slot in [self._free.pop() if self._free else self._new_slot() for _ in range(count)]:
+        for _ in range(count):
+            slot = None
             try:
+                slot = self._free.pop() if self._free else self._new_slot()
                 self._keeper_of(slot).ask()
                 asked.append(slot)
             except OSError as error:
-                self._free.append(slot)
+                self._free += [] if slot is None else [slot]
                 problem = error
         for slot in asked:
             try:
@@ -196,16 +199,16 @@ class Host:
         """The machine that the keeper of a slot was asked for."""
         keeper = self._keeper_of(slot)
         try:
-            pid, client_end = keeper.take()
+            pid, pidfd, client_end = keeper.take()
         except ConnectionError:  # someone has killed it: the next one makes the machine
             keeper.end()
             slot.keeper = None
             keeper = self._keeper_of(slot)
             keeper.ask()
-            pid, client_end = keeper.take()
+            pid, pidfd, client_end = keeper.take()
         tree = forks.Tree(pid, self._user_of(slot.number), slot)
         kills = slot.group.memory_kills() if slot.group else 0
-        return _Machine(pid, os.pidfd_open(pid), slot, tree, client_end, kills)
+        return _Machine(pid, pidfd, slot, tree, client_end, kills)
 
     def _user_of(self, number: int) -> int:
         """The real user id of the commands of a slot; one less is that of pid 1."""
@@ -340,6 +343,8 @@ def _prepare_process() -> None:
     """What machines inherit, so that each of them does not have to do it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # with Python's handler a command could interrupt pid 1
     os.umask(0o022)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each machine takes about five here; commands get a limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     nothing = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1):  # 2 tells the client what went wrong
         os.dup2(nothing, standard)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import _socket  # not socket: its Python part touches more memory, which is copied after each clone
 import array
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -59,8 +60,8 @@ class Keeper:
         with contextlib.suppress(BrokenPipeError):  # `take` says so
             self._connection.send(_CLONE)
 
-    def take(self) -> tuple[int, int]:
-        """The machine that was asked for: its process id and the client's end of its socket, an open file.
+    def take(self) -> tuple[int, int, int]:
+        """The machine that was asked for: its process id, its pidfd, and the client's end of its socket, an open file.
 
         ConnectionError: someone has killed the keeper.
         """
@@ -70,7 +71,16 @@ class Keeper:
         pid, problem = _MADE.unpack(message)
         if problem:
             raise OSError(problem, f"clone3: {os.strerror(problem)}")
-        return pid, files[0]
+        try:
+            if not files:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # what the kernel does not say here
+            return pid, os.pidfd_open(pid), files[0]
+        except OSError:
+            for file in files:
+                os.close(file)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
 
     def end(self) -> None:
         self._connection.close()
