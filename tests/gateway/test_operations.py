@@ -193,3 +193,16 @@ def test_the_process_may_open_many_connections() -> None:
     finally:
         collect_as_usual()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_huge_pages_hold_what_was_there() -> None:
+    """Whether there are any depends on the system; the memory must be as before in any case."""
+    code = """
+from rollmill.gateway.pages import use_huge_pages
+
+kept = [bytes([number % 251]) * 1000 for number in range(20_000)]
+moved = use_huge_pages()
+assert moved >= 0 and moved % (2 << 20) == 0
+assert kept == [bytes([number % 251]) * 1000 for number in range(20_000)]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,6 +22,7 @@ from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.garbage import collect_little
 from rollmill.gateway.gateways import Gateways
+from rollmill.gateway.pages import use_huge_pages
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.routing.fleet import Fleet
 from rollmill.gateway.routing.splits import SplitStore
@@ -102,13 +103,14 @@ def _listen(run: RunDirectory, role: str) -> socket.socket:
 
 
 def prepare_process() -> None:
-    """Allows thousands of connections, keeps collections of garbage short, and lets the thread of the session log run
-    soon: answers wait for it."""
+    """Allows thousands of connections, keeps collections of garbage short, uses huge pages, and lets the thread of the
+    session log run soon: answers wait for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     collect_little()
+    use_huge_pages()
     sys.setswitchinterval(_SWITCH_S)
 
 
