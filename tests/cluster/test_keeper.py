@@ -44,6 +44,7 @@ def test_a_stop_that_comes_while_the_supervisor_starts_is_not_lost(
     assert presence.where() is not None
     assert left.wait(60), (there.logs / "supervisor.log").read_text()
     assert presence.where() is None and not presence.asked_to_stop()
+    assert "the run is driven from node 127.0.0.1" in (there.logs / "supervisor.log").read_text()
     assert not list(there.logs.glob("trainer*")), "it was stopped before it started anything"
 
 

@@ -85,7 +85,7 @@ def processes(nodes: Nodes) -> Iterator[tuple[int, str, str]]:
         with contextlib.suppress(OSError):
             address = spaces.get(os.readlink(entry / "ns" / "pid"))
             if address is not None:
-                yield int(entry.name), address, (entry / "cmdline").read_bytes().decode(errors="replace")
+                yield int(entry.name), address, (entry / "cmdline").read_bytes().decode(errors="replace").strip("\0")
 
 
 def command(*words: str) -> str:
@@ -123,7 +123,8 @@ class Watched:
     def lose_node_of(self, title: str) -> None:
         """At the next moment, with everything on it."""
         _, address = self.next_moment(title)
-        there = {name.split()[1] for _, on, name in processes(self.nodes) if on == address and name[:9] == "rollmill "}
+        titles = [name.split() for _, on, name in processes(self.nodes) if on == address and name[:9] == "rollmill "]
+        there = {words[1] for words in titles if len(words) > 2}  # a role, and its directory
         self.lost |= {role.partition("-")[0] for role in there}
         self.say(f"{address} is lost with {', '.join(sorted(there))}")
         self.nodes.lose(address)

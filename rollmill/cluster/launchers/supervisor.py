@@ -63,6 +63,7 @@ class Supervisor:
         self._started_at, self._told_to_stop = time.monotonic(), False
         environment = {**os.environ, SUPERVISOR: str(os.getpid()), NODE: self._address}
         with (self._directory / "logs" / "supervisor.log").open("ab") as log, _blocked(signal.SIGTERM):
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run is driven from node {self._address}\n".encode())
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", SUPERVISE],
                 stdin=subprocess.PIPE,
