@@ -18,8 +18,9 @@ from typing import Any
 from rollmill.cluster.run import SECRETS, RunDirectory
 from rollmill.cluster.settings import RunConfig
 from rollmill.config import validate_config
-from rollmill.errors import ConfigError, StorageError
+from rollmill.errors import ConfigError, ObjectMissing, StorageError
 from rollmill.storage.objects import Objects
+from rollmill.storage.probe import NEEDS, PATIENCE_S
 
 KEY = "cluster/run.json"
 PASSWORD = re.compile(r"(//[^/:@]*):[^@/]*@")  # in the URL of a database
@@ -52,13 +53,13 @@ def describe_run(run: RunDirectory) -> None:
 def open_by_url(url: str) -> RunDirectory:
     """Raises ConfigError if no run is described there."""
     try:
-        about = json.loads(Objects.open(url).get(KEY))
+        about = json.loads(Objects.open(url, patience=PATIENCE_S).get(KEY))
         config = validate_config(RunConfig, about["config"], url)
         id, host, began = str(about["id"]), about["host"], Path(about["path"])
+    except ObjectMissing:
+        raise ConfigError(f"{url} holds no run", hint="the URL is `store`, a slash and the run's id") from None
     except StorageError as error:
-        raise ConfigError(
-            f"{url} holds no run: {error.message}", hint="the URL is `store`, a slash and the run's id"
-        ) from None
+        raise ConfigError(f"{url} cannot be read: {error.message}", hint=NEEDS) from None
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{url}/{KEY} is damaged: {error!r}") from None
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,80}", id):

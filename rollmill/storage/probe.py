@@ -10,7 +10,7 @@ from rollmill.storage.objects import Objects
 
 PATIENCE_S = 5.0
 MOST_APART_S = 60.0  # clocks of hosts: certificates, keys that expire and signatures of requests need about the same
-_HINT = (
+NEEDS = (
     "the bucket must exist, and the credentials of the environment (for s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
     "AWS_REGION; for another server AWS_ENDPOINT_URL) must allow to write, read and delete"
 )
@@ -25,9 +25,9 @@ def check_store(url: str) -> None:
         same, written = objects.get(key) == content, objects.modified(key)
         objects.delete(key)
     except StorageError as error:
-        raise ConfigError(f"store = {url!r} cannot be used: {error.message}", hint=_HINT) from None
+        raise ConfigError(f"store = {url!r} cannot be used: {error.message}", hint=NEEDS) from None
     if not same:
-        raise ConfigError(f"store = {url!r} returned other bytes than were written", hint=_HINT)
+        raise ConfigError(f"store = {url!r} returned other bytes than were written", hint=NEEDS)
     if written is not None:
         _compare_clocks(written, f"the store {url!r}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster import outbox
+from rollmill.cluster import naming, outbox
 from rollmill.cluster.addresses import announce_gateway, find_gateway, key_of
 from rollmill.cluster.naming import describe_run, open_by_url, url_of
 from rollmill.cluster.outbox import Outbox, bring, send_report
@@ -89,6 +89,11 @@ def test_a_run_is_named_by_the_url_of_its_objects(tmp_path: Path, monkeypatch: p
     url = str(run.home_store)
     with pytest.raises(ConfigError, match="holds no run"):
         open_by_url(url)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="cannot be read") as refused:
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        patch.setattr(naming, "PATIENCE_S", 0.2)
+        open_by_url(url)
+    assert "credentials of the environment" in str(refused.value.hint)
     describe_run(run)
     described = Objects.open(url).get("cluster/run.json")
     assert not any(secret.encode() in described for secret in run.secrets.values())
