@@ -183,7 +183,9 @@ async def test_a_paused_machine_stands_still_and_goes_on(machine: QemuMachine) -
     while not (await counter.state()).output:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     await machine.pause()
-    await asyncio.sleep(0.5)  # QEMU itself may have something to finish
+    stat = Path(f"/proc/{machine.vm.process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":  # noqa: ASYNC110  the kernel has stopped QEMU itself
+        await asyncio.sleep(0.01)
     ticks = _cpu_ticks(machine)
     await asyncio.sleep(0.5)
     used = _cpu_ticks(machine) - ticks

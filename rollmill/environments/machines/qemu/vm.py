@@ -165,13 +165,16 @@ class Vm:
         memory = os.dup(self._memory) if self.template else await asyncio.to_thread(ram.copy, self._memory)
         try:
             began = time.monotonic()
+            self.process.send_signal(signal.SIGCONT)  # if it is paused
             await self._monitor.ask("stop")
             try:
                 devices = await self._save_devices()
                 if not self.template:
                     await asyncio.to_thread(ram.copy_changes, self.process.pid, memory)
             finally:
-                if not self.template and not self._paused:
+                if self._paused:
+                    self.process.send_signal(signal.SIGSTOP)
+                elif not self.template:
                     await asyncio.shield(self._monitor.ask("cont"))
             stood_still_s = time.monotonic() - began
             if self.template:
@@ -195,9 +198,13 @@ class Vm:
                 await asyncio.shield(self._monitor.ask("cont"))
             raise
         self._paused = True
+        # QEMU waits for the guest's next timer, whose clock stands still: it would poll again and again, and fast if
+        # that timer was near.
+        self.process.send_signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
         self._paused = False  # also if the caller is cancelled: the guest goes on
+        self.process.send_signal(signal.SIGCONT)
         await asyncio.shield(self._monitor.ask("cont"))
 
     def cpu_s(self) -> float:
