@@ -59,4 +59,6 @@ async def test_an_image_says_what_this_host_lacks(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TaskError, match=f"image 'a' is for {OTHER}, and"):
         emulated(Image("a", root="/absent", architecture=OTHER))
     assert emulated(Image("a", root="/absent", architecture=platform.machine())) is None
+    host = NamespaceHost()  # no machine is started to find out that nothing is emulated
+    assert (await host.slowdown(BUILT_IN), await host.slowdown("absent"), host._process) == (1.0, 1.0, None)
     assert emulation.missing("vax") == "no emulator for 'vax' is known"

@@ -122,20 +122,23 @@ class NamespaceHost:
 
     async def slowdown(self, image: str) -> float:
         """How many times longer programs of another architecture take; 1 if the image has none."""
-        if self.measured_slowdown is None:
-            machine = await self.create(image)
-            host = machine.host
+        try:
+            loaded = await obtain_image(image, self.config)
+            sees = (loaded.packages, loaded.root, emulated(loaded))
+        except TaskError:
+            return 1.0  # `create` says why
+        if sees[2] is None:
+            return 1.0
+        host = self._others.get(sees)
+        if host is None or host.measured_slowdown is None:
+            machine, plain = await self.create(image), await self.create(BUILT_IN)
             try:
-                if host.architecture and host.measured_slowdown is None:
-                    plain = await self.create(BUILT_IN)
-                    try:
-                        host.measured_slowdown = await emulation.measure_slowdown(machine, plain)
-                    finally:
-                        await plain.close()
+                host = machine.host
+                host.measured_slowdown = await emulation.measure_slowdown(machine, plain)
             finally:
                 await machine.close()
-            return host.measured_slowdown or 1.0
-        return self.measured_slowdown
+                await plain.close()
+        return host.measured_slowdown
 
     async def export(self, snapshot: Snapshot) -> Snapshot:
         return snapshot  # it is bytes
