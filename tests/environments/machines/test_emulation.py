@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollmill.environments.machines import emulation_probe
-from rollmill.environments.machines.images import BUILT_IN, Image
-from rollmill.environments.machines.namespace import emulation
+from rollmill.environments.machines.images import BUILT_IN, Image, Places
+from rollmill.environments.machines.namespace import client, emulation
 from rollmill.environments.machines.namespace.client import NamespaceHost, emulated
 from rollmill.errors import TaskError
 
@@ -52,6 +52,26 @@ async def test_programs_of_another_architecture_run_in_their_machine_alone(tmp_p
     finally:
         await other.close()
     assert await emulation_probe.try_emulation(OTHER) is None
+
+
+async def test_a_host_that_starts_later_ends_no_machine_of_another_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of image has a machine host of its own; the first machine may be of any of them."""
+    (tmp_path / "packages").mkdir()
+    real, image = client.obtain_image, Image("a", packages=str(tmp_path / "packages"))
+
+    async def obtain(name: str, places: Places) -> Image:
+        return image if name == "a" else await real(name, places)
+
+    monkeypatch.setattr(client, "obtain_image", obtain)
+    host = NamespaceHost()
+    try:
+        first = await host.create("a")
+        second = await host.create(BUILT_IN)
+        assert [(await machine.exec(["true"])).exit_code for machine in (first, second)] == [0, 0]
+    finally:
+        await host.close()
 
 
 async def test_an_image_says_what_this_host_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

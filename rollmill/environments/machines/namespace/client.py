@@ -161,6 +161,9 @@ class NamespaceHost:
         """End all machines and the machine host."""
         for other in self._others.values():
             await other.close()
+        await self._close_own()
+
+    async def _close_own(self) -> None:
         self._lost("the machine host was closed")
         process, self._process = self._process, None
         if process is None:
@@ -181,7 +184,7 @@ class NamespaceHost:
                 return
             if not sys.platform.startswith("linux"):
                 raise MachineError(f"namespaces need Linux, this is {sys.platform}", hint="use a Linux host or VM")
-            await self.close()  # clean up after one that died
+            await self._close_own()  # clean up after one that died
             control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.setblocking(False)
             with other:
@@ -189,7 +192,7 @@ class NamespaceHost:
             greeting = await _greeting(control, self._process)
             if "error" in greeting:
                 control.close()
-                await self.close()
+                await self._close_own()
                 raise MachineError(greeting["error"], hint=greeting.get("hint"))
             self.limits = greeting["limits"]
             self._control = control
