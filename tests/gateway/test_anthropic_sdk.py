@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
@@ -9,7 +10,7 @@ import pytest
 
 from rollmill.chat.format import assistant_message
 from tests.chat.conftest import TOOLS
-from tests.gateway.conftest import Answers, Door, Mill
+from tests.gateway.conftest import LIVE, USER, Answers, Door, Mill
 from tests.gateway.stand_in import StandIn
 
 FUNCTIONS: list[Any] = [tool["function"] for tool in TOOLS]
@@ -113,3 +114,13 @@ async def test_arguments_that_are_not_an_object_come_back_as_they_were(mill: Mil
         await _ask(sdk, False, [*messages, {"role": "assistant", "content": first.content}, user([result])])
     (segment,) = (await door.seal("a")).segments
     assert len(segment.spans) == 2
+
+
+async def test_every_block_of_a_stream_ends(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one two three")])))
+    body = {"messages": [USER], "max_tokens": 64, "stream": True}
+    async with door.http.post(f"{door.url}/v1/messages", json=body, headers={"x-api-key": LIVE}) as response:
+        lines = (await response.text()).splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    blocks = [(event["type"], event["index"]) for event in events if event["type"].startswith("content_block_st")]
+    assert blocks == [("content_block_start", 0), ("content_block_stop", 0)]

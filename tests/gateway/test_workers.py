@@ -368,7 +368,7 @@ async def test_a_worker_that_dies_is_asked_again_but_not_for_feedback_or_a_begun
         await asyncio.start_unix_server(worker.serve, tmp_path / "1"),
         workers.running(),
         TestServer(app) as server,
-        aiohttp.ClientSession() as http,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http,  # it would wait for ever
     ):
         async with http.post(server.make_url("/v1/chat/completions")) as response:
             assert (response.status, await response.text()) == (200, "yes")
