@@ -12,9 +12,12 @@ code is kept for the next run), torch's OpenMP library preloaded, all cores for 
 (`nobind`), scheduler and worker in one process, no prefix cache to keep, no log-probs, no seeds per request. Ours
 returns log-probs.
 
-A vLLM process is stopped when one of its turns takes `--patience` times as long as the slowest turn of the sides before
-it (bfloat16 on cores without such instructions), or when it has not ended after `--limit` seconds. Its rate is then
-less than what is printed: all tokens of the turn over the seconds that it was given.
+On cores without instructions for bfloat16, that type is not compiled: vLLM's warm-up of compiled code computes as many
+tokens as all prompts have, and did not end in four minutes. (Without compilation it ends there with an instruction that
+an Arm Neoverse N1 does not have; then there is no rate.) A vLLM process is stopped when one of its turns, or its
+warm-up, which is a small part of a turn, takes `--patience` times as long as the slowest turn of the sides before it,
+or when it has not ended after `--limit` seconds. Its rate is then less than what is printed: all tokens of the turn
+over the seconds that it was given.
 """
 
 from __future__ import annotations
@@ -50,13 +53,14 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     prompts, new, repeats = json.load(open(sys.argv[1])), int(sys.argv[3]), int(sys.argv[4])
     model = LLM(os.path.dirname(sys.argv[1]), dtype=sys.argv[2], skip_tokenizer_init=True, max_model_len=1024,
-                max_num_seqs=len(prompts), enable_prefix_caching=False)
+                max_num_seqs=len(prompts), enable_prefix_caching=False, enforce_eager=sys.argv[6] == "eager")
     def generate(prompts, new):
         settings = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
         asked = [{"prompt_token_ids": tokens} for tokens in prompts]
         out = model.generate(asked, settings, use_tqdm=False)
         return sum(len(one.outputs[0].token_ids) for one in out)
     warm = int(sys.argv[5])
+    print("BEGIN", time.time(), flush=True)
     generate([tokens[:warm] for tokens in prompts], warm // 2)
     for _ in range(repeats):
         print("BEGIN", time.time(), flush=True)
@@ -91,6 +95,11 @@ async def ours(cell: engine.Cell, model: Decoder, prompts: list[list[int]], turn
     return rates
 
 
+def has_bf16() -> bool:
+    """Whether the cores have instructions for bfloat16."""
+    return "bf16" in Path("/proc/cpuinfo").read_text()
+
+
 def environment(python: Path) -> dict[str, str]:
     """Of a vLLM process. It has all cores for its products."""
     own = {
@@ -110,6 +119,7 @@ def theirs(
 ) -> list[Rate]:
     """Of a fresh vLLM process. It is stopped after `limit` seconds, or when one turn takes more than `most_seconds`."""
     command = [str(python), "-c", _THEIRS, str(directory / "prompts.json"), dtype, str(new), str(turns), str(WARM)]
+    command.append("eager" if dtype == "bfloat16" and not has_bf16() else "compiled")
     said, errors = directory / "said.txt", directory / "errors.txt"
     with said.open("wb") as out, errors.open("wb") as problems:
         process = subprocess.Popen(
@@ -129,6 +139,9 @@ def theirs(
     rates = [Rate(float(line[1]), float(line[2])) for line in lines if line[:1] == ["RATE"]]
     if stopped and begun and len(rates) < turns:
         rates.append(Rate(BATCH * new / given, None))
+    if not rates and process.returncode == -signal.SIGILL:
+        print(f"{dtype} does not run: vLLM ended with an instruction that these cores do not have", flush=True)
+        return []
     if not rates or (len(rates) < turns and not stopped):  # one that ended by itself broke: that is no rate
         told = errors.read_text(errors="replace")[-1500:]
         raise SystemExit(f"engine_vllm: vLLM with {dtype} ended with {process.returncode} and no rate: {told}")
@@ -171,18 +184,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="turns of ours; vLLM has half as many in each type")
     parser.add_argument("--new", type=int, default=64, help="sampled tokens per prompt")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one vLLM process, its start included")
-    parser.add_argument("--patience", type=float, default=3.0, help="see above")
+    parser.add_argument("--patience", type=float, default=1.5, help="see above")
     parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
     options = parser.parse_args()
     if not options.python.exists():
         raise SystemExit(f"engine_vllm: there is no {options.python}; scripts/setup-vllm makes it")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     figures: dict[str, float] = {}
-    for side, own in measure(options).items():
+    rates = {side: own for side, own in measure(options).items() if own}
+    for side, own in rates.items():
         whole, used = [each.tokens_s for each in own], [each.tokens_cpu_s for each in own if each.tokens_cpu_s]
         figures |= {f"{side}_tokens_s": statistics.median(whole), f"{side}_min": min(whole), f"{side}_max": max(whole)}
         figures |= {f"{side}_cpu": statistics.median(used)} if used else {}
-    ratio = figures["ours_tokens_s"] / max(figures["float32_tokens_s"], figures["bfloat16_tokens_s"])
+    ratio = figures["ours_tokens_s"] / max(figures[f"{side}_tokens_s"] for side in rates if side != "ours")
     for key, value in figures.items():
         print(f"{key:24} {value:10.1f}")
     finish("engine_vllm", figures | {"times_vllm": ratio}, {"times_vllm": at_least(ratio, 2)})

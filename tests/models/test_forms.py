@@ -267,3 +267,16 @@ def test_experts_through_kernels_equal_the_plain_ones(form: str) -> None:
     for here, there in zip(plain_ones, through_experts(form, DEVICE, torch.bfloat16), strict=True):
         cosine = torch.cosine_similarity(here.flatten(), there.float().cpu().flatten(), dim=0)
         assert cosine > 0.995, (here.shape, float(cosine))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 32, 128, 129])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_without_gradients_is_that_with_gradients(rows: int, bias: bool) -> None:
+    """On a CPU few rows are multiplied in another way if no gradient is asked for."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(count, 48, generator=generator) for count in (rows, 40))
+    bias_O = torch.randn(40, generator=generator) if bias else None
+    with torch.no_grad():
+        found = forms.linear(x, weight, bias_O)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, forms.linear(x, weight, bias_O))

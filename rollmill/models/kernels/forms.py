@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -23,6 +24,10 @@ from rollmill.models.kernels import exact as exact_products
 from rollmill.models.kernels import fp8, nvfp4
 from rollmill.models.kernels.call import call
 from rollmill.models.quantize import is_quantised
+
+# Rows for which BLAS on a CPU is faster with the weight as its left side, because it copies the right side into another
+# order: 1.1 to 1.4 times on Arm for 32 rows. For fewer rows it does not copy, and for more rows it does not matter.
+FEW_ROWS = range(8, 129)
 
 
 def seen(x_NI: Tensor, form: str) -> Tensor:
@@ -107,4 +112,7 @@ def linear(
 ) -> Tensor:
     if exact or is_quantised(form):
         return call(_Linear, x_NI, weight_OI, bias_O, form, exact)
+    if len(x_NI) in FEW_ROWS and x_NI.dim() == 2 and x_NI.device.type == "cpu" and not torch.is_grad_enabled():
+        out_NO = torch.mm(weight_OI, x_NI.t()).t().contiguous()
+        return out_NO if bias_O is None else out_NO.add_(bias_O)
     return nn.functional.linear(x_NI, weight_OI, bias_O)
