@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace import cgroups
 from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.errors import MachineError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-KEPT_AND_SPARE = 32 + 8
+KEPT, SPARE = 32, 8
+# a keeper whose users nobody has mapped, in a process without threads
+CANNOT_PREPARE = """
+from types import SimpleNamespace
+from rollmill.environments.machines.namespace.keeper import Keeper
+keeper = Keeper(SimpleNamespace(own_user=True), None, lambda pid: None)
+keeper.ask()
+try:
+    keeper.take()
+except OSError as error:
+    print(type(error).__name__, error)
+keeper.end()
+"""
 
 
 def children(host: NamespaceHost) -> tuple[list[int], list[int]]:
@@ -75,7 +92,41 @@ async def test_one_machine_after_the_other_in_a_slot_finds_nothing_of_it(host: N
 
 
 async def test_keepers_that_nobody_needs_end(host: NamespaceHost) -> None:
-    machines = await asyncio.gather(*(host.create(BUILT_IN) for _ in range(KEPT_AND_SPARE + 20)))
+    machines = await asyncio.gather(*(host.create(BUILT_IN) for _ in range(KEPT + SPARE + 20)))
     assert len(children(host)[0]) >= len(machines)
     await asyncio.gather(*(machine.close() for machine in machines))
-    assert len(children(host)[0]) <= KEPT_AND_SPARE
+    assert len(children(host)[0]) <= KEPT + SPARE
+
+
+async def test_no_more_machines_are_made_ahead_than_wanted(host: NamespaceHost) -> None:
+    for _ in range(2 * SPARE):
+        machine = await host.create(BUILT_IN)
+        await machine.exec(["true"])
+        assert len(children(host)[1]) <= 1 + SPARE
+        await machine.close()
+
+
+async def test_a_keeper_says_why_it_cannot_go_on() -> None:
+    words = [sys.executable, "-c", CANNOT_PREPARE]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)  # noqa: ASYNC221
+    assert done.stdout == "PermissionError [Errno 1] Operation not permitted\n"
+
+
+async def test_few_open_files_are_an_error_of_one_request(host: NamespaceHost, tmp_path: Path) -> None:
+    await (await host.create(BUILT_IN)).close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(MachineError, match="may not open more files"):
+            await host.create(BUILT_IN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await (await host.create(BUILT_IN)).close()
+    directory = os.open(tmp_path, os.O_RDONLY)  # which is no control group: the files of a slot are not there
+    before = os.listdir("/proc/self/fd")
+    for parents in ({"": directory}, {"memory": directory, "pids": directory}):
+        with pytest.raises(OSError, match="memory"):
+            cgroups.Groups("any", parents, {"memory": 1, "pids": 1}).make_slot(0)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    os.close(directory)

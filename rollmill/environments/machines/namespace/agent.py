@@ -188,7 +188,10 @@ def _lock_in(plan: Plan) -> Watchdog:
 def _emulate(rule: bytes) -> None:
     kernel.mount("binfmt_misc", _RULES, "binfmt_misc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     setting = os.open(f"{_RULES}/register", os.O_WRONLY | os.O_CLOEXEC)
-    os.write(setting, rule)
+    # Rules belong to the user namespace, which is that of the machine before this one too. They go with its mounts, but
+    # a file that one of its commands has sent to a socket of its own may keep those a little longer.
+    with contextlib.suppress(FileExistsError):
+        os.write(setting, rule)
     os.close(setting)
 
 

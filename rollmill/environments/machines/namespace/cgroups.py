@@ -47,28 +47,40 @@ class Groups(NamedTuple):
         return sorted(_LIMIT_FILES) if _UNIFIED in self.parents else sorted(self.parents)
 
     def make_slot(self, number: int) -> Slot:
-        unified = self._make_unified(number)
-        events = None if unified is None else os.open(_EVENT_FILES[1], os.O_RDONLY, dir_fd=unified)
-        members = []
-        for controller, parent in self.parents.items():
-            if controller != _UNIFIED:
-                directory = _make_directory(parent, f"m{number}")
-                _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller]))
-                members.append(os.open("cgroup.procs", os.O_WRONLY, dir_fd=directory))
-                if controller == "memory":
-                    events = os.open(_EVENT_FILES[0], os.O_RDONLY, dir_fd=directory)
-                os.close(directory)
-        return Slot(unified, members, events)
+        """OSError: the kernel refuses, or this process may not open more files. Then nothing of it stays open."""
+        opened: list[int] = []
+        try:
+            if _UNIFIED in self.parents:
+                return self._make_unified(number, opened)
+            return self._make_divided(number, opened)
+        except OSError:
+            for file in opened:
+                os.close(file)
+            raise
 
-    def _make_unified(self, number: int) -> int | None:
-        if _UNIFIED not in self.parents:
-            return None
+    def _make_unified(self, number: int, opened: list[int]) -> Slot:
         directory = _make_directory(self.parents[_UNIFIED], f"m{number}")
+        opened.append(directory)
         for controller, (_, file) in _LIMIT_FILES.items():
             _write_at(directory, file, str(self.limits[controller]))
         with contextlib.suppress(OSError):  # not every kernel counts swap
             _write_at(directory, "memory.swap.max", "0")
-        return directory
+        return Slot(directory, [], os.open(_EVENT_FILES[1], os.O_RDONLY, dir_fd=directory))
+
+    def _make_divided(self, number: int, opened: list[int]) -> Slot:
+        members, events = [], None
+        for controller, parent in self.parents.items():
+            directory = _make_directory(parent, f"m{number}")
+            try:
+                _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller]))
+                members.append(os.open("cgroup.procs", os.O_WRONLY, dir_fd=directory))
+                opened.append(members[-1])
+                if controller == "memory":
+                    events = os.open(_EVENT_FILES[0], os.O_RDONLY, dir_fd=directory)
+                    opened.append(events)
+            finally:
+                os.close(directory)
+        return Slot(None, members, events)
 
     def remove(self) -> None:
         """Remove the groups. A group that still has a dying process in it stays; it is harmless."""

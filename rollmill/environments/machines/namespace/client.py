@@ -63,6 +63,7 @@ class NamespaceHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
+        self._measuring = asyncio.Lock()
         self._telling = asyncio.Lock()
         self._next = 0
         self._creating: dict[int, asyncio.Future[socket.socket]] = {}
@@ -73,8 +74,7 @@ class NamespaceHost:
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> NamespaceMachine:
         loaded = await obtain_image(image, self.config)
-        if (sees := (loaded.packages, loaded.root, emulated(loaded))) not in (_NOTHING, self._sees):
-            host = self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
+        if (host := self._host_of(loaded)) is not self:
             return await host.create(image, files, snapshot=snapshot)
         machine = await self._connect(loaded)
         try:
@@ -124,21 +124,33 @@ class NamespaceHost:
         """How many times longer programs of another architecture take; 1 if the image has none."""
         try:
             loaded = await obtain_image(image, self.config)
-            sees = (loaded.packages, loaded.root, emulated(loaded))
+            if emulated(loaded) is None:
+                return 1.0
         except TaskError:
             return 1.0  # `create` says why
-        if sees[2] is None:
-            return 1.0
-        host = self._others.get(sees)
-        if host is None or host.measured_slowdown is None:
-            machine, plain = await self.create(image), await self.create(BUILT_IN)
-            try:
-                host = machine.host
-                host.measured_slowdown = await emulation.measure_slowdown(machine, plain)
-            finally:
-                await machine.close()
-                await plain.close()
-        return host.measured_slowdown
+        host = self._host_of(loaded)
+        async with host._measuring:  # many ask at once when a run begins
+            if host.measured_slowdown is None:
+                machine = await self.create(image)
+                try:
+                    host.measured_slowdown = await self._compare(machine)
+                finally:
+                    await machine.close()
+            return host.measured_slowdown
+
+    async def _compare(self, machine: NamespaceMachine) -> float:
+        plain = await self.create(BUILT_IN)
+        try:
+            return await emulation.measure_slowdown(machine, plain)
+        finally:
+            await plain.close()
+
+    def _host_of(self, image: Image) -> NamespaceHost:
+        """The host whose machines see what the image has. TaskError: its programs cannot run here."""
+        sees = (image.packages, image.root, emulated(image))
+        if sees in (_NOTHING, self._sees):
+            return self
+        return self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
 
     async def export(self, snapshot: Snapshot) -> Snapshot:
         return snapshot  # it is bytes
@@ -253,7 +265,8 @@ class NamespaceHost:
             if connection is not None:
                 connection.close()  # nobody waits any more: end of file ends the machine
         elif connection is None:
-            created.set_exception(MachineError(f"no machine could be created: {reply['error']}"))
+            why = reply.get("error", "this process may not open more files")  # then the kernel has dropped the socket
+            created.set_exception(MachineError(f"no machine could be created: {why}"))
         else:
             connection.setblocking(False)
             created.set_result(connection)

@@ -20,13 +20,13 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollmill.environments.machines.namespace import layout
+from rollmill.environments.machines.namespace import kernel, layout
 
 if TYPE_CHECKING:
     from rollmill.environments.machine import Machine
 
 _ELF_MACHINES = {"aarch64": 183, "x86_64": 62}
-PACKAGE = "qemu-user-static"  # Debian's
+PACKAGES = ("qemu-user", "qemu-user-static")  # Debian's: from 13 on it is in the first, before in the second
 _SINCE = (6, 7)
 _PROGRAM_HEADER_INTERPRETER = 3
 _LOOP = "i=0; while [ $i -lt 50000 ]; do i=$((i+1)); done"
@@ -38,7 +38,7 @@ def find(architecture: str) -> str | None:
     from rollmill.environments.machines.qemu.parts import kernel_directory  # not there when a machine imports this
 
     fetched = str(kernel_directory(architecture) / name_of(architecture))
-    for name in (fetched, name_of(architecture), f"qemu-{architecture}"):
+    for name in (fetched, *names_of(architecture)):
         path = shutil.which(name)
         if path is not None and interpreter_of(Path(path)) is None:
             return path
@@ -54,6 +54,8 @@ def missing(architecture: str) -> str | None:
         return f"Linux {_SINCE[0]}.{_SINCE[1]} or newer is needed, this is {os.uname().release}"
     if "binfmt_misc" not in Path("/proc/filesystems").read_text():
         return "the kernel has no binfmt_misc (`modprobe binfmt_misc`)"
+    if not all(map(kernel.has_capability, (kernel.CAP_SYS_ADMIN, kernel.CAP_SETUID))):
+        return "only root can give machines the rule for its emulator"  # it belongs to a second user of the machine
     if find(architecture) is None:
         return f"there is no {name_of(architecture)} (`rollmill machines setup --architecture {architecture}`)"
     return None
@@ -61,6 +63,10 @@ def missing(architecture: str) -> str | None:
 
 def name_of(architecture: str) -> str:
     return f"qemu-{architecture}-static"
+
+
+def names_of(architecture: str) -> tuple[str, str]:
+    return name_of(architecture), f"qemu-{architecture}"
 
 
 def other() -> str:

@@ -36,7 +36,7 @@ from rollmill.environments.machines.namespace.keeper import Keeper
 # 0x6FFFFFFF). Two per machine: one for pid 1, one for its commands, because the kernel counts processes by user id.
 _HIGHEST_USER = 0x70010000
 _AHEAD = 8  # machines that are made ahead
-_AT_ONCE = 4  # of them are made at the same time
+_AT_ONCE = 4  # of them are made at the same time, at most
 _KEEPERS = 32  # of slots that nobody uses; each holds about a megabyte
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
@@ -159,7 +159,7 @@ class Host:
     def _make_ahead(self) -> None:
         """Make a few more. At a failure this stops: if the reason persists, the next create reports it."""
         try:
-            self._make_spares(_AT_ONCE)
+            self._make_spares(min(_AT_ONCE, _AHEAD - len(self._spare)))
             self._making_ahead = len(self._spare) < _AHEAD
         except OSError:
             self._making_ahead = False

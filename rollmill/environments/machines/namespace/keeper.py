@@ -6,7 +6,7 @@ process of the whole system can fork or end. What is the same for each machine o
 
 No machine sees its keeper: it has process ids, mounts, a network and interprocess communication of its own.
 
-    host: b"c"    keeper: process id of a machine, 0, and the client's end of its socket; or 0, errno
+    host: b"c"    keeper: process id of a machine, 0, and the client's end of its socket; or 0, errno, and words
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _OF_A_MACHINE = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET |
 _MACHINE = kernel.clone_arguments(_OF_A_MACHINE, sibling=True)  # the host learns of its end, and ends with it
 _MADE = struct.Struct("=ii")
 _CLONE = b"c"
+_MOST_WORDS = 300  # bytes
 
 
 class Keeper:
@@ -65,12 +66,12 @@ class Keeper:
 
         ConnectionError: someone has killed the keeper.
         """
-        message, files, _, _ = socket.recv_fds(self._connection, _MADE.size, 1)
+        message, files, _, _ = socket.recv_fds(self._connection, _MADE.size + _MOST_WORDS, 1)
         if len(message) < _MADE.size:
             raise ConnectionResetError("the keeper of a machine has ended")
-        pid, problem = _MADE.unpack(message)
+        pid, problem = _MADE.unpack_from(message)
         if problem:
-            raise OSError(problem, f"clone3: {os.strerror(problem)}")
+            raise OSError(problem, message[_MADE.size :].decode("utf-8", "replace"))
         try:
             if not files:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # what the kernel does not say here
@@ -93,12 +94,15 @@ def _keep(connection: int, plan: agent.Plan) -> NoReturn:
     try:
         agent.keep_only(connection)
         os.dup2(0, 2)  # the host's input and output are /dev/null already
-        if os.read(agent.CONNECTION, 1):  # the host has mapped our identity
-            agent.prepare(plan)
-            agent.protect()
-            host = _socket.socket(fileno=agent.CONNECTION)
-            while host.recv(1):
-                _clone(host, plan)
+        host = _socket.socket(fileno=agent.CONNECTION)
+        try:
+            if host.recv(1):  # the host has mapped our identity
+                agent.prepare(plan)
+                agent.protect()
+                while host.recv(1):
+                    _clone(host, plan)
+        except OSError as error:
+            _refuse(host, error)
     finally:
         os._exit(0)
 
@@ -112,8 +116,12 @@ def _clone(host: _socket.socket, plan: agent.Plan) -> None:
         files = array.array("i", [ours.fileno()])
         host.sendmsg([_MADE.pack(pid, 0)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
     except OSError as error:
-        with contextlib.suppress(OSError):
-            host.send(_MADE.pack(0, error.errno or 1))
+        _refuse(host, error)
     finally:
         ours.close()
         its.close()
+
+
+def _refuse(host: _socket.socket, error: OSError) -> None:
+    with contextlib.suppress(OSError):  # the host has gone
+        host.send(_MADE.pack(0, error.errno or errno.EIO) + str(error.strerror).encode()[:_MOST_WORDS])

@@ -11,6 +11,7 @@ What the kernel refuses is reported on the control socket as {"error", "hint"}; 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -29,6 +30,8 @@ def main() -> None:
     emulator = None if architecture is None else emulation.find(architecture)
     environment = root.environment(emulated=emulator is not None)
     try:
+        if architecture is not None and emulator is None:
+            raise OSError(errno.ENOENT, f"the emulator for {architecture} is gone")
         groups = cgroups.find(limits["memory"], limits["processes"])
         privileged = kernel.has_capability(kernel.CAP_SYS_ADMIN) and kernel.has_capability(kernel.CAP_SETUID)
         identities = _identities() if privileged else 1

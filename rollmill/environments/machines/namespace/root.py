@@ -106,7 +106,10 @@ def _loader() -> Path:
     found = emulation.interpreter_of(Path("/proc/self/exe"))
     if found is None:
         raise OSError(errno.ENOTSUP, "this Python needs no loader")
-    return Path(found).resolve()
+    loader = Path(found).resolve()
+    if not any(loader.parent.glob("libc.*")):  # then it would find the image's, before it has given up its rights
+        raise OSError(errno.ENOTSUP, f"no C library lies beside {loader}")
+    return loader
 
 
 def environment(*, emulated: bool = False) -> dict[str, str]:

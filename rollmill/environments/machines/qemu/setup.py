@@ -96,10 +96,18 @@ def _fetch_emulator(name: str, place: Path) -> None:
             f"{emulation.name_of(name)} comes from a Debian package, and there is no apt-get here",
             hint=f"put it into a directory of PATH or into {place}",
         )
-    with tempfile.TemporaryDirectory(dir=place) as temporary:
-        _run(["apt-get", "download", emulation.PACKAGE], cwd=temporary)
-        _run(["dpkg-deb", "-x", *map(str, Path(temporary).glob("*.deb")), temporary])
-        os.replace(Path(temporary, "usr/bin", emulation.name_of(name)), place / emulation.name_of(name))
+    for package in emulation.PACKAGES:
+        with tempfile.TemporaryDirectory(dir=place) as temporary:
+            _run(["apt-get", "download", package], cwd=temporary)
+            _run(["dpkg-deb", "-x", *map(str, Path(temporary).glob("*.deb")), temporary])
+            for program in (Path(temporary, "usr/bin", each) for each in emulation.names_of(name)):
+                if program.is_file() and emulation.interpreter_of(program) is None:
+                    os.replace(program, place / emulation.name_of(name))
+                    return
+    raise MachineError(
+        f"no package of {', '.join(emulation.PACKAGES)} has an emulator for {name} that needs no library",
+        hint=f"put {emulation.name_of(name)} into a directory of PATH or into {place}",
+    )
 
 
 def _other_packages(arch: parts.Architecture, state: Path) -> list[str]:
