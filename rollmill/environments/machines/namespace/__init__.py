@@ -4,9 +4,12 @@
       │  starts one
       ▼
     launch.py    builds the root file system of all machines in a mount namespace (root.py), then becomes
-    host.py      the machine host: single-threaded, forks one machine per request, reaps it, bounds it (cgroups.py),
-                 and lets forks share files (forks.py)
-      │  clone3 into user, mount, pid, net, ipc and uts namespaces
+    host.py      the machine host: single-threaded, has machines made, reaps them, bounds them (cgroups.py), and lets
+                 forks share files (forks.py)
+      │  clone3 into user and uts namespaces
+      ▼
+    keeper.py    makes the machines of a slot, one after the other; they are children of the machine host
+      │  clone3 into mount, pid, net and ipc namespaces
       ▼
     agent.py     pid 1 of a machine: serves files and commands to the client over its own socket (wire.py), and counts
                  memory where no control group does (memory.py); processes that run between
