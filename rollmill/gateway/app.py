@@ -336,8 +336,11 @@ class Gateway:
             return await handler(request)
         except (ConnectionResetError, asyncio.CancelledError):
             raise
-        except Exception as error:
-            failure = self._failure(request, error)
+        except Exception as error:  # a variable that outlives it would make a cycle: the error knows this frame
+            return self._error_response(request, error)
+
+    def _error_response(self, request: web.Request, error: Exception) -> web.Response:
+        failure = self._failure(request, error)
         self._metrics.count("errors_total", status=failure.status)
         retry_s = failure.retry_after_s or _RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(retry_s))} if failure.status in (429, 503) else None

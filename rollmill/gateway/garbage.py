@@ -2,21 +2,30 @@
 
 Python stops the process while it looks for cycles of objects that nobody uses: 0.4 µs per object, so 20 ms for 50,000,
 and the requests of 60 ms wait for it. Open sessions hold many objects, and hardly any of them becomes garbage in a
-cycle: a request leaves none, a closed connection a few. So the collector looks at a few new objects at a time, and not
-again at those that are in use then. It looks at all when no request is in flight, after an hour in any case.
+cycle: an answered request leaves none, a closed connection a few. So the collector looks at a few new objects at a
+time, and not again at those that are in use then.
+
+A request whose client goes away leaves a cycle with its body in it. So all objects are looked at when no request is in
+flight, when the memory has grown, and after an hour in any case. All requests wait meanwhile, and the log says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
 _NEW_OBJECTS = 2_000  # looked at together
 _LOOK_S = 1.0
 _SOONEST_S, _LATEST_S = 600.0, 3600.0  # between two looks at all objects
+_GROWTH, _GROWTH_BYTES = 1.25, 256 << 20  # of the memory between two looks: more is a reason to look
+_LONG_S = 0.1  # a pause that is told
 
 
 def collect_little() -> None:
@@ -36,17 +45,36 @@ def collect_as_usual() -> None:
 
 
 async def collect_all(is_idle: Callable[[], bool]) -> None:
-    """Looks at all objects from time to time, for ever."""
-    last = time.monotonic()
+    """Looks at all objects from time to time, for ever. Does nothing while Python collects as usual."""
+    last, kept = time.monotonic(), _resident_bytes()
     while True:
         await asyncio.sleep(_LOOK_S)
         waited = time.monotonic() - last
-        if waited > _LATEST_S or (waited > _SOONEST_S and is_idle()):
-            gc.unfreeze()
-            gc.collect()
-            last = time.monotonic()
+        grown = _resident_bytes() > _GROWTH * kept + _GROWTH_BYTES
+        if _leave in gc.callbacks and (grown or waited > _LATEST_S or (waited > _SOONEST_S and is_idle())):
+            _look_at_all()
+            last, kept = time.monotonic(), _resident_bytes()
+
+
+def _look_at_all() -> None:
+    began = time.perf_counter()
+    gc.disable()  # a collection by another thread between the next two would end in `_leave`
+    gc.unfreeze()
+    gc.collect()
+    gc.enable()
+    seconds = time.perf_counter() - began
+    if seconds >= _LONG_S:
+        log.warning("all requests waited for %.2f s: this process looked for garbage in all its memory", seconds)
 
 
 def _leave(phase: str, about: dict[str, Any]) -> None:
     if phase == "stop":
         gc.freeze()
+
+
+def _resident_bytes() -> int:
+    """0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

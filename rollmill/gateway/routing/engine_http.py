@@ -124,7 +124,7 @@ class Exchange:
             connection.begin(self._request, self._whole)
             self.status = await connection.wait_for_status()
         except BaseException:
-            connection.abort()
+            connection.leave(settles=False)
             raise
 
     async def __aexit__(
@@ -220,6 +220,7 @@ class _Connection(asyncio.Protocol):
             self._settling = True
             self._settle_timer = self._loop.call_later(_SETTLE_S, self.abort)
         else:
+            self._error = None  # its traceback holds the request and this connection: a cycle, see gateway.garbage
             self.abort()
 
     def abort(self) -> None:

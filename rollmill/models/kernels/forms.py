@@ -14,6 +14,7 @@ converted, but not in the backward pass.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from rollmill.models.kernels import fp8, nvfp4
 from rollmill.models.kernels.call import call
 from rollmill.models.quantize import is_quantised
 
-# Rows for which BLAS on a CPU is faster with the weight as its left side, because it copies the right side into another
-# order: 1.1 to 1.4 times on Arm for 32 rows. For fewer rows it does not copy, and for more rows it does not matter.
-FEW_ROWS = range(8, 129)
+# Rows for which BLAS on Arm is faster with the weight as its left side, because it copies the right side into another
+# order: 1.1 to 1.4 times for 32 rows. For fewer rows it does not copy, and for more rows it does not matter. Not
+# measured on x86-64, whose BLAS is another one.
+FEW_ROWS = range(8, 129) if platform.machine() == "aarch64" else range(0)
 
 
 def seen(x_NI: Tensor, form: str) -> Tensor:
