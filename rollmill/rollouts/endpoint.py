@@ -100,7 +100,7 @@ class EndpointProxy:
                 f"the endpoint {url} cannot be reached: {error}",
                 hint="is it running there? The URL is up to and with /v1; `rollmill serve RUN` prints that of a run",
             ) from None
-        if status in (401, 403):
+        if status == 401:  # 403 may be a key that may ask, but not list models
             given = "refuses the key" if self._endpoint.key else "wants a key"
             raise ConfigError(f"the endpoint {url} {given}: status {status}", hint="--key KEY, or OPENAI_API_KEY")
 

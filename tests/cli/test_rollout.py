@@ -30,12 +30,17 @@ class Model:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 model.keys.add(self.headers["Authorization"])
-                status, answer = model.answer(body)
+                self.reply(*model.answer(body))
+
+            def reply(self, status: int, answer: Any) -> None:
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                self.reply(403, {"error": {"message": "this key may not list models"}})
 
             def log_message(self, *_: Any) -> None: ...
 
