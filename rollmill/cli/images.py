@@ -44,7 +44,7 @@ def build(
     ] = None,
     architecture: Annotated[
         str | None,
-        typer.Option(help="of the suite: x86_64 or aarch64; another one needs kind qemu", show_default="this host's"),
+        typer.Option(help="of the suite: x86_64 or aarch64; others are verified in qemu", show_default="this host's"),
     ] = None,
     services: Annotated[
         Path | None,
