@@ -90,7 +90,7 @@ class Capabilities:
     snapshot: Literal["none", "files", "full"]  # what it keeps, and a fork: files, or memory too
     shared_fork: bool = False  # forks share files with their parent; a fork takes no longer if there are more of them
     pause: bool = False
-    network: Literal["none", "policy"] = "none"  # policy: the host can allow chosen addresses
+    network: Literal["none", "policy"] = "none"  # policy: commands reach the names that its host allows, and no others
     listen: bool = False  # `listen` works: an agent program in the machine can reach its model
     slowdown: float = 1.0  # measured; multiply time limits by it
     architecture: str = ""  # of its programs, as `uname -m` prints it; "": the host's

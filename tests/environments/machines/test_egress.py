@@ -58,6 +58,7 @@ async def test_only_names_on_the_list_are_reached_and_all_is_logged(port: int, t
     host = await start_host(config)
     try:
         machine = await host.create(BUILT_IN)
+        assert machine.capabilities.network == "policy"
         program = _ASK + (
             f"target = '127.0.0.1:{port}'\n"
             "secret = 'Cookie: a=b\\r\\nAuthorization: Basic x\\r\\nProxy-Authorization: y\\r\\nX-Kept: 1\\r\\n'\n"

@@ -43,6 +43,7 @@ async def test_the_hosts_environment_is_not_visible(monkeypatch: pytest.MonkeyPa
 
 
 async def test_there_is_no_network(machine: NamespaceMachine) -> None:
+    assert machine.capabilities.network == "none"
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = (
             "import socket\n"

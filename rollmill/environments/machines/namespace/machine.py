@@ -42,6 +42,7 @@ class NamespaceMachine(AgentMachine):
         self.capabilities = replace(
             self.capabilities,
             shared_fork=host.limits["shared_forks"],
+            network="policy" if host.config.egress else "none",
             architecture=host.architecture,
             slowdown=host.measured_slowdown or 1.0,
         )

@@ -263,5 +263,5 @@ def _state(state: ProcessState) -> tuple[dict[str, Any], bytes]:
 
 
 def _describe(lent: Lent) -> dict[str, Any]:
-    able = dataclasses.replace(lent.machine.capabilities, network="none")
-    return {"id": lent.id, "image": lent.machine.image, "capabilities": dataclasses.asdict(able)}
+    able = dataclasses.asdict(lent.machine.capabilities)
+    return {"id": lent.id, "image": lent.machine.image, "capabilities": able}
