@@ -114,6 +114,9 @@ async def test_forks_have_the_memory_of_their_parent_and_go_their_own_way(machin
     count = "import os; print(len([name for name in os.listdir('/proc') if name.isdigit()]))"
     for each in (machine, first, second, grandchild):  # the agent, this program, and the process that was started
         assert await run_python(each, count) == "3"
+    draw = "import os, random; print(os.urandom(16).hex(), random.random())"
+    drawn = [(await run_python(each, draw)).split() for each in (machine, first, second, grandchild)]
+    assert [len(set(values)) for values in zip(*drawn, strict=True)] == [4, 4], drawn
     printed = (await counter.state()).output
     await asyncio.sleep(0.5)
     assert len((await counter.state()).output) > len(printed), "the parent goes on"

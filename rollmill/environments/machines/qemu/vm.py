@@ -84,7 +84,11 @@ class Vm:
 
     @classmethod
     async def restore(cls, shape: Shape, saved: Saved) -> Vm:
-        """A machine with the saved state. It runs; `renew` it before anyone uses it. StateRefused: not loaded."""
+        """A machine with the saved state. It runs; `renew` it before anyone uses it. StateRefused: not loaded.
+
+        Processes of the guest may run between this and `renew`: a random number that one draws in these milliseconds
+        can be the one that another machine of this state draws.
+        """
         try:
             memory = os.dup(saved.memory)
         except OSError as error:
