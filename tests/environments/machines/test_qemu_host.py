@@ -117,3 +117,31 @@ async def test_every_clone_gets_a_seed_of_its_own_and_the_time(
     assert len(set(seeds)) == 5 and all(len(seed) == 64 and len(set(seed)) > 16 for seed in seeds)
     times = [began, *(note["time_ns"] for note in notes), time.time_ns()]
     assert times == sorted(times)
+
+
+async def test_kvm_is_used_if_a_guest_boots_in_time(
+    stand_in: StandInQemu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it boots with neither: with KVM nothing answers, and without it QEMU ends at once."""
+    (tmp_path / "kvm").touch()
+    monkeypatch.setitem(hosts._BOOT_S, "kvm", 0.05)
+
+    async def tried(device: Path, config: QemuConfig | None = None) -> list[str]:
+        before, files = len(stand_in.notes()), set(os.listdir("/proc/self/fd"))
+        for module in (hosts, launch):
+            monkeypatch.setattr(module, "KVM", device)
+        host = QemuHost(config)
+        with pytest.raises(MachineError, match="a virtual machine did not start"):
+            await host.create(BUILT_IN)
+        assert not host._running
+        await host.close()
+        await asyncio.sleep(0)
+        assert set(os.listdir("/proc/self/fd")) <= files
+        notes = stand_in.notes()[before:]
+        assert not any(Path(f"/proc/{note['pid']}").exists() for note in notes)
+        return [note["accelerator"] for note in notes]
+
+    assert await tried(tmp_path / "kvm") == ["kvm", "tcg"]
+    assert await tried(tmp_path / "absent") == ["tcg"]
+    assert await tried(tmp_path / "kvm", QemuConfig(accelerator="kvm")) == ["kvm"]
+    assert await tried(tmp_path / "kvm", QemuConfig(accelerator="tcg")) == ["tcg"]
