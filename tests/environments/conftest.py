@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from rollmill.environments.machine import ExecResult
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.errors import MachineError
@@ -76,6 +78,21 @@ async def machine(host: NamespaceHost) -> AsyncIterator[NamespaceMachine]:
     machine = await host.create(BUILT_IN)
     yield machine
     await machine.close()
+
+
+@pytest.fixture
+def slow_commands(host: NamespaceHost, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """New machines of `host` declare that they are 20 times slower. Returns the options that their commands get."""
+    seen: list[dict[str, Any]] = []
+    real = NamespaceMachine.exec
+
+    async def exec(self: NamespaceMachine, argv: Sequence[str], **options: Any) -> ExecResult:
+        seen.append(options)
+        return await real(self, argv, **options)
+
+    monkeypatch.setattr(host, "measured_slowdown", 20.0)
+    monkeypatch.setattr(NamespaceMachine, "exec", exec)
+    return seen
 
 
 async def run_python(

@@ -61,6 +61,28 @@ async def test_the_clock_stands_still_while_it_is_held(monkeypatch: pytest.Monke
         assert await clock.seconds() == seconds
 
 
+async def test_seconds_of_commands_are_divided_by_the_slowdown_of_their_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("rollmill.rollouts.clock.time", SimpleNamespace(monotonic=lambda: now))
+
+    class StandInSlow:
+        capabilities = Capabilities(kernel="own", snapshot="full", slowdown=20.0)
+
+        async def exec(self, *_: Any, **__: Any) -> ExecResult:
+            nonlocal now
+            now += 40.0
+            assert await clock.seconds() == pytest.approx(3.0), "while it runs"
+            return ExecResult(0, b"", seconds=40.0)
+
+    machine: Any = StandInSlow()
+    clock = Clock(StandInGateway(), "t0", machine)  # type: ignore[arg-type]
+    now += 1.0  # sampling is not slower
+    await clock.machine.exec(["true"], timeout_s=200.0)
+    assert await clock.seconds() == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize(
     ("waits", "runs", "seconds"),
     [

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
+from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.task import Task
 from rollmill.rollouts.grading import Stalls, grade_patiently
@@ -33,7 +31,7 @@ async def test_grading_may_take_longer_where_commands_do(host: NamespaceHost, mo
         return 20.0
 
     monkeypatch.setattr(NamespaceHost, "slowdown", slowdown, raising=False)
-    monkeypatch.setattr(NamespaceMachine, "capabilities", replace(NamespaceMachine.capabilities, slowdown=20.0))
+    monkeypatch.setattr(host, "measured_slowdown", 20.0)  # what its machines declare
     grading = {"kind": "script", "command": ["sh", "run.sh"]}
     task = Task("t", "do it", files={"run.sh": b"exit 1"}, submission=("run.sh",), grading=grading)
     episode = Episode(task, {"run.sh": b"sleep 1000"}, host)

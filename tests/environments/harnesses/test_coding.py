@@ -245,3 +245,13 @@ async def test_a_model_that_refuses_fails_the_harness(
     model.answers = [answer]
     with pytest.raises(HarnessError):
         await play(make_harness(), model, repository)
+
+
+async def test_tools_have_longer_in_a_slow_machine(
+    model: ScriptedModel, make_harness: Make, host: NamespaceHost, slow_commands: list[dict[str, Any]]
+) -> None:
+    machine = await host.create(BUILT_IN, TASK.files)
+    model.answers = [call("list"), call("run"), call("done")]
+    assert (await play(make_harness(tool_timeout_s=2.5), model, machine)).stop == "done"
+    assert [command["timeout_s"] for command in slow_commands] == [50.0, 50.0]
+    await machine.close()

@@ -11,7 +11,8 @@ import pytest_asyncio
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
 from rollmill.environments.harnesses.shell import ShellConfig, ShellHarness
-from rollmill.environments.machines.namespace.client import NamespaceMachine
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
 from tests.environments.harnesses.test_coding import ScriptedModel, call
@@ -84,6 +85,15 @@ async def test_limits_and_faults_are_answered(model: ScriptedModel, machine: Nam
     assert "syntax error" in texts[3]
     assert texts[5].endswith("still here\nexit code 0")
     assert texts[6:] == ["error wrong arguments"] * 2
+
+
+async def test_a_shell_has_longer_in_a_slow_machine(
+    model: ScriptedModel, host: NamespaceHost, slow_commands: list[dict[str, Any]]
+) -> None:
+    machine = await host.create(BUILT_IN)
+    assert (await shell(model, machine, "true", DONE, tool_timeout_s=2.5))[1] == ["exit code 0"]
+    assert [command["timeout_s"] for command in slow_commands] == [50.0, 50.0]
+    await machine.close()
 
 
 async def test_a_shell_ends_with_an_answer_or_its_turns(model: ScriptedModel, machine: NamespaceMachine) -> None:

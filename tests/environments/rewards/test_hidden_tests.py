@@ -46,6 +46,11 @@ async def test_right_and_wrong(host: NamespaceHost) -> None:
     }
 
 
+async def test_cases_have_longer_in_a_slow_machine(host: NamespaceHost, slow_commands: list[dict[str, Any]]) -> None:
+    assert (await grade(host, f"def f(x):\n    return x + {OFFSET}\n")).value == 1.0
+    assert slow_commands[-1]["timeout_s"] == 40.0
+
+
 async def test_plain_data_of_every_kind_is_compared(host: NamespaceHost) -> None:
     values = [None, True, 1.5, "text\n\u2028", [1, [2]], {"a": [None]}, 10**40, (1, 2)]
     task = make_task([[[index], value] for index, value in enumerate(values)])

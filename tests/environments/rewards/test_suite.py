@@ -64,6 +64,14 @@ async def test_all_or_nothing(host: NamespaceHost) -> None:
     assert half.evidence["fail_to_pass"] == {NEW[1]: "failed"} and "AssertionError" in half.evidence["output"]
 
 
+async def test_suites_have_longer_in_a_slow_machine(host: NamespaceHost, slow_commands: list[dict[str, Any]]) -> None:
+    for grading, seconds in ((GRADING, 600.0), ({**GRADING, "timeout_s": 7.0}, 140.0)):
+        assert (await grade(host, RIGHT, grading, timeout_s=30.0)).value == 1.0
+        order = json.loads(slow_commands[-1]["stdin"])
+        assert (order["timeout_s"], order["test_timeout_s"]) == (seconds, 100.0)
+        assert slow_commands[-1]["timeout_s"] > seconds
+
+
 async def test_partial_credit_gives_nothing_for_doing_nothing(host: NamespaceHost) -> None:
     assert (await grade(host, PRISTINE, partial=True)).value == 0.0
     assert (await grade(host, "def f(x): return 4\ndef g(): return 'kept'\n", partial=True)).value == 0.5
