@@ -1,7 +1,7 @@
 """Firecracker: its API client against the published contract, the relay of its guests, and why it is not offered here.
 
-There is no KVM where these tests run. stand_in_firecracker.py takes the place of the Firecracker process. Booting a
-real guest is left to `rollmill machines doctor`.
+stand_in_firecracker.py takes the place of the Firecracker process, because there may be no KVM where these tests run.
+Where there is, and Firecracker too, the last test runs real guests.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rollmill.environments.machines.firecracker.host import FirecrackerConfig, F
 from rollmill.environments.machines.firecracker.launch import FirecrackerParts, command, find_parts, plain_kernel
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.probe import probe
 from rollmill.environments.machines.qemu.launch import guard
 from rollmill.environments.machines.qemu.parts import Parts, architecture
 from rollmill.environments.machines.qemu.relay import PORTS
@@ -306,3 +307,18 @@ async def test_jailed_guests_of_a_killed_process_end() -> None:
         other.kill()
         await has_ended(others_guest)
         await has_ended(others_reaper)
+
+
+@pytest.mark.slow
+async def test_real_guests_where_firecracker_and_kvm_are_there() -> None:
+    """Start, exec, snapshot, restore."""
+    try:
+        find_parts()
+    except MachineError as error:
+        pytest.skip(error.message)
+    host = FirecrackerHost()
+    try:
+        able = (await probe(host)).capabilities
+    finally:
+        await host.close()
+    assert (able.kernel, able.snapshot, able.pause, able.architecture) == ("own", "full", True, os.uname().machine)
