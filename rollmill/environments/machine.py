@@ -142,7 +142,10 @@ class Machine(Protocol):
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a file, and its directories. OSError as usual (ENOSPC …)."""
+        """Create or replace a file, and its directories. OSError as usual (ENOSPC …).
+
+        rollmill/environments/trees.py copies whole directories.
+        """
         ...
 
     async def listen(self) -> tuple[socket.socket, int]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import io
 import json
-import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -80,48 +78,13 @@ async def test_files_and_paths_that_a_machine_has_elsewhere(shell: HarborShell, 
     await shell.exec("cd /logs/verifier; ln -s /etc/passwd link; mkfifo fifo; mkdir empty; ln reward.txt second")
     await shell.download_dir("/logs/verifier", tmp_path / "got")
     got = {path.name for path in (tmp_path / "got").iterdir()}
-    assert got in ({"empty", "reward.txt"}, {"empty", "second"}), "no link leaves the machine"
+    assert got == {"empty", "reward.txt", "second"}, "no symbolic link leaves the machine"
 
 
-async def test_a_hostile_machine_writes_nothing_outside_and_says_no_nonsense(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    hostile = tmp_path / "hostile.tar"
-    with tarfile.open(hostile, "w") as archive:
-        for name, kind, target in (
-            ("../out", tarfile.REGTYPE, ""),
-            ("/tmp/rollmill-escaped", tarfile.REGTYPE, ""),
-            ("link", tarfile.SYMTYPE, str(tmp_path)),
-            ("link/out", tarfile.REGTYPE, ""),
-            ("hard", tarfile.LNKTYPE, "/etc/passwd"),
-            ("device", tarfile.CHRTYPE, ""),
-        ):
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, target
-            archive.addfile(member)
-    module._unpack(hostile.read_bytes(), tmp_path / "in")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hostile.tar", "in"]
-    assert [path.name for path in (tmp_path / "in").rglob("*")] == ["link", "out"]
-    assert not Path("/tmp/rollmill-escaped").exists()
-    with pytest.raises(OSError, match="no proper archive"):
-        module._unpack(b"no archive", tmp_path / "in")
-    module._unpack(sparse("large", 1 << 40), tmp_path / "in")  # a terabyte of zeros in a few bytes
-    assert not (tmp_path / "in/large").exists()
+async def test_a_command_that_changes_what_is_its_result_is_killed() -> None:
     for answer in (b"", b"x y\n", b"1\n", b"1 2 3\n", b"\xff\n"):
         assert module._parsed(answer).exit_code == 137
     assert module._parsed(b"0 -5\nabc") == ("", "abc", 0) and module._parsed(b"0 99\nabc") == ("abc", "", 0)
-
-
-def sparse(name: str, size: int) -> bytes:
-    """A tar with one file in which nothing is stored, as GNU tar describes it."""
-    member = tarfile.TarInfo(name)
-    member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(size), "GNU.sparse.numblocks": "1"}
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(member)
-    with tarfile.open(fileobj=io.BytesIO(packed.getvalue())) as archive:
-        [read] = archive.getmembers()
-    assert read.size == size and read.issparse()
-    return packed.getvalue()
 
 
 async def test_an_agent_that_ends_the_keeper_only_ends_its_own_commands(shell: HarborShell) -> None:

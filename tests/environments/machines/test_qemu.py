@@ -31,6 +31,7 @@ from rollmill.environments.machines.qemu.launch import start
 from rollmill.environments.machines.qemu.machine import QemuMachine
 from rollmill.environments.machines.qemu.vm import Saved
 from rollmill.environments.task import Task
+from rollmill.environments.trees import get_tree, put_tree
 from rollmill.errors import MachineError
 from tests.environments.harnesses.test_coding import ScriptedModel
 from tests.environments.harnesses.test_command import ASK, SAMPLING, text
@@ -54,7 +55,7 @@ async def test_the_probe_passes_and_measures(qemu_host: QemuHost) -> None:  # no
     assert able.slowdown >= 1.0
 
 
-async def test_files_and_commands(machine: QemuMachine) -> None:
+async def test_files_and_commands(machine: QemuMachine, tmp_path: Path) -> None:
     assert await machine.read("main.py") == b"x = 1\n"
     assert await machine.read("/work/package/deep/module.py") == b"\x00\xff" * 1000
     with pytest.raises(FileNotFoundError):
@@ -73,6 +74,10 @@ async def test_files_and_commands(machine: QemuMachine) -> None:
     result = await machine.exec(["cat", "large"], timeout_s=LONG_S, max_output=1000)
     assert result.truncated and len(result.output) < 1100 and result.output.startswith(large[:500])
     await machine.exec(["rm", "large"])
+    await get_tree(machine, "package", tmp_path / "package")
+    await put_tree(machine, tmp_path, "again")
+    assert await machine.read("again/package/deep/module.py") == b"\x00\xff" * 1000
+    await machine.exec(["rm", "-r", "again"], timeout_s=LONG_S)
 
 
 async def test_a_command_that_takes_too_long_ends_with_all_it_started(machine: QemuMachine) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -25,6 +26,7 @@ from rollmill.environments.machines.remote.app import make_app
 from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
 from rollmill.environments.machines.remote.outward import Workers
 from rollmill.environments.machines.remote.service import Service
+from rollmill.environments.trees import get_tree, put_tree
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from tests.environments.conftest import start_host
 from tests.environments.machines.test_processes import until
@@ -69,7 +71,7 @@ async def remote(*urls: str, patience_s: float = 0.0) -> AsyncIterator[RemoteHos
         await host.close()
 
 
-async def test_a_remote_machine_is_a_machine(url: str, service: Service) -> None:
+async def test_a_remote_machine_is_a_machine(url: str, service: Service, tmp_path: Path) -> None:
     async with remote(url) as host:
         machine = await host.create(BUILT_IN, {"main.py": b"print(6 * 7)"})
         result = await machine.exec(["python", "main.py"], env={"A": "b"})
@@ -84,6 +86,9 @@ async def test_a_remote_machine_is_a_machine(url: str, service: Service) -> None
             assert error.value.errno == number
         with pytest.raises(OSError):
             await machine.read("a/b", max_bytes=1)
+        await get_tree(machine, "a", tmp_path / "a")
+        await put_tree(machine, tmp_path, "trees")
+        assert await machine.read("trees/a/b") == b"\0\xff"
         process = await machine.start(["sh", "-c", "echo up; sleep 60"])
         while (await process.state()).output != b"up\n":  # noqa: ASYNC110  another process
             await asyncio.sleep(0.01)

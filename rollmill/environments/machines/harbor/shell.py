@@ -16,18 +16,15 @@ uploaded and paths. A program that puts such a path together at run time does no
 from __future__ import annotations
 
 import asyncio
-import errno
-import io
 import itertools
 import shlex
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from rollmill.environments.machine import Machine, Process
-from rollmill.environments.machines import layers
 from rollmill.environments.tasks.harbor import rewrite, rewrite_bytes
+from rollmill.environments.trees import get_tree
 from rollmill.errors import MachineError
 
 _PLACE = "/tmp/.harbor"  # noqa: S108  in a machine
@@ -144,14 +141,7 @@ class HarborShell:
 
     async def download_dir(self, source: str, target: Path) -> None:
         """The files below a directory. Nothing that a machine packed is written outside of `target`."""
-        archive = f"{_PLACE}/{next(self._numbers)}.tar"
-        packed = await self._run(["tar", "-cf", archive, "-C", self._text(source), "."], timeout_s=600.0, check=False)
-        if packed:
-            raise FileNotFoundError(errno.ENOENT, f"it cannot be packed in the machine: {packed}", source)
-        data = await self.machine.read(archive, max_bytes=_LARGEST_FILE)
-        await self._run(["rm", "-f", archive])
-        target.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(_unpack, data, target)
+        await get_tree(self.machine, self._text(source), target)
 
     def _text(self, text: str) -> str:
         return rewrite(text, self._moved)
@@ -159,9 +149,9 @@ class HarborShell:
     def _limit_s(self) -> float:
         return _SHORT_S * self.machine.capabilities.slowdown
 
-    async def _run(self, argv: list[str], *, timeout_s: float = _SHORT_S, check: bool = True) -> str:
+    async def _run(self, argv: list[str], *, check: bool = True) -> str:
         """A short command of ours. Returns what it said if it failed, or MachineError."""
-        result = await self.machine.exec(argv, cwd="/", timeout_s=timeout_s * self.machine.capabilities.slowdown)
+        result = await self.machine.exec(argv, cwd="/", timeout_s=self._limit_s())
         if result.exit_code == 0:
             return ""
         said = f"{result.output.decode('utf-8', 'replace')[-300:]} (exit code {result.exit_code}, {result.stopped})"
@@ -179,19 +169,3 @@ def _parsed(output: bytes) -> Done:
         return Done("", f"the command has changed what was to be its result: {first[:100]!r}\n", _KILLED)
     size = max(size, 0)
     return Done(rest[:size].decode("utf-8", "replace"), rest[size:].decode("utf-8", "replace"), code)
-
-
-def _unpack(data: bytes, target: Path) -> None:
-    """Regular files only: links could lead the host to files of its own. None that is larger than in the archive."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            for member in archive:
-                path = layers.safe_path(member.name)
-                if path is None or member.issparse() or not (member.isreg() or member.isdir()):
-                    continue
-                place = target / path
-                (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
-                if member.isreg() and (source := archive.extractfile(member)) is not None:
-                    place.write_bytes(source.read())
-    except (tarfile.TarError, ValueError) as error:
-        raise OSError(errno.EBADMSG, f"a machine packed no proper archive: {error}") from None
