@@ -18,6 +18,9 @@ from rollmill.gateway.dialects.openai_completions import OpenAICompletions
 from rollmill.gateway.dialects.responses import OpenAIResponses
 from rollmill.gateway.sessions.segments import Answer
 from tests.chat.conftest import tokenizer  # noqa: F401
+from tests.gateway.conftest import USER, Answers, Mill
+from tests.gateway.serve import LIVE
+from tests.gateway.stand_in import StandIn
 from tests.gateway.test_hostile import JSON, MESSAGES, REQUESTS, TEXT
 
 BLOCKS = st.lists(
@@ -100,3 +103,25 @@ def test_any_body_is_refused_or_can_be_answered(format: CompactFormat, dialect: 
     for event in filter(None, events):
         data = event.split(b"data: ", 1)[1]
         assert data == b"[DONE]" or json.loads(data)
+
+
+NAMED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [USER]}),
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/responses", {"input": "x"}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 9}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NAMED, ids=[path for path, _ in NAMED])
+async def test_unknown_fields_are_named_in_every_dialect(
+    mill: Mill, answers: Answers, path: str, body: dict[str, Any]
+) -> None:
+    engine = StandIn([answers.text("x")])
+    door = await mill.gateway(await mill.engine(engine))
+    for name in ("temprature", "mesages"):
+        status, told = await door.admin("POST", path, {**body, name: 1}, token=LIVE)
+        assert (status, told["error"]["type"]) == (400, "invalid_request_error"), told
+        assert f'unknown field "{name}"' in told["error"]["message"]
+    assert not engine.requests
+    assert (await door.admin("POST", path, body, token=LIVE))[0] == 200  # nothing else was wrong
