@@ -160,6 +160,33 @@ async def test_at_overload_the_served_keep_their_places_and_the_rest_are_told(
     assert [request["traffic"] for request in engine.requests] == ["rollout", "rollout", "production"] + ["rollout"] * 2
 
 
+async def test_who_finds_the_queue_full_is_told_when_to_come_back(mill: Mill, answers: Answers) -> None:
+    engine = StandIn([answers.text("x")], gate=asyncio.Event())
+    config = QUICK.model_copy(update={"engine_requests": 1, "queue_requests": 1, "engine_wait_s": 60.0})
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    keys = [await door.open(f"s{number}") for number in range(2)]
+
+    async def post(key: str, path: str = "chat/completions") -> tuple[int, str | None, str]:
+        body, headers = {"messages": [USER], "max_tokens": 9}, {"Authorization": f"Bearer {key}"}
+        async with door.http.post(f"{door.url}/v1/{path}", json=body, headers=headers) as response:
+            return response.status, response.headers.get("Retry-After"), await response.text()
+
+    async def one_waits() -> bool:
+        return "rollmill_gateway_waiting 1\n" in await door.metrics()
+
+    served = asyncio.create_task(post(keys[0]))
+    await engine.asked()
+    rollout = asyncio.create_task(post(keys[1]))
+    await until(one_waits)
+    production = asyncio.create_task(post(LIVE))  # takes the place of the rollout
+    refused = [await rollout, await post(LIVE), await post(LIVE, "messages")]
+    assert [(status, retry) for status, retry, _ in refused] == [(429, "1")] * 3
+    assert all("requests wait already" in text for _, _, text in refused)
+    assert engine.gate is not None
+    engine.gate.set()
+    assert [(await task)[:2] for task in (served, production)] == [(200, None)] * 2
+
+
 async def test_who_waits_is_served_in_order() -> None:
     one = engine("rl", 1)
     places = Places(longest_queue=10)
