@@ -156,6 +156,28 @@ async def test_workers_serve_https_survive_a_kill_and_stop_when_asked(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, COUNT])
+async def test_idle_connections_and_slow_headers_are_closed(mill: Mill, tokenizer: Tokenizer, workers: int) -> None:
+    settings = (f"gateway.workers={workers}", "gateway.idle_s=0.3")
+    async with service(mill, tokenizer, StandIn([]), *settings) as served:
+
+        async def until_closed(data: bytes) -> bytes:
+            """All that the gateway sends before it closes the connection, which stays open on this side."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.run.ports["gateway"], ssl=served.tls)
+            try:
+                writer.write(data)
+                async with asyncio.timeout(60):  # less than the time without the setting
+                    return await reader.read()
+            finally:
+                writer.transport.abort()
+
+        head = b"GET /nowhere HTTP/1.1\r\nHost: x\r\n"
+        silent, slow, answered = await asyncio.gather(*map(until_closed, (b"", head, head + b"\r\n")))
+        assert (silent, slow) == (b"", b"")
+        assert answered.startswith(b"HTTP/1.1 404") and b"connection: close" not in answered.lower()
+
+
+@pytest.mark.slow
 async def test_malformed_slow_and_abandoned_requests_get_no_500_and_leak_nothing_with_workers(
     mill: Mill, tokenizer: Tokenizer, answers: Answers
 ) -> None:
