@@ -163,11 +163,15 @@ def test_malformed_answers_are_refused(body: bytes) -> None:
         read_completion(body, policy_of(endpoint), lambda text: [])
 
 
-def test_log_probs_that_do_not_fit_are_missing() -> None:
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf"), -1e300])
+def test_log_probs_that_do_not_fit_are_missing(value: float | None) -> None:
+    """A record with a log-prob that is not finite could not be sealed."""
     endpoint = EngineEndpoint("http://x", "x", None, "openai", "m")
-    choice = {"text": "ab", "token_ids": [1, 2], "logprobs": {"token_logprobs": [None, -1.0]}}
-    chunk = read_completion(json.dumps({"choices": [choice]}).encode(), policy_of(endpoint), lambda text: [])
+    told = {"token_logprobs": [value, -1.0], "top_logprobs": [{"a": value} if value else None, {"b": -1.0}]}
+    body = json.dumps({"choices": [{"text": "ab", "token_ids": [1, 2], "logprobs": told}]}).encode()
+    chunk = read_completion(body, policy_of(endpoint), lambda text: [7], top_logprobs=1)
     assert chunk.tokens == [1, 2] and chunk.logprobs == [0.0, 0.0] and chunk.missing.endswith("the log-probs")
+    assert chunk.top_logprobs == [[], [(7, -1.0)]]
 
 
 def test_text_without_token_ids_is_tokenised_here() -> None:

@@ -26,6 +26,7 @@ from rollmill.types import FinishReason, PolicyRef, Sampling
 NO_WEIGHTS, NO_TOKENS, NO_LOGPROBS = "the weights", "the token ids", "the log-probs"
 _LARGEST_ID = 1 << 31
 _LONGEST_EVENT = 8 << 20
+_LEAST_LOGPROB = -1e30  # NaN, and what float32 cannot hold, count as not told
 # sent only if they are asked for: not every server knows them
 _OPTIONAL = ("seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -86,7 +87,7 @@ def read_completion(
     if any(not 0 <= token < _LARGEST_ID for token in tokens):
         raise EngineError("the server's answer has a token id that is negative or too large")
     told = choice.logprobs.token_logprobs if choice.logprobs is not None else None
-    logprobs = [min(0.0, value) for value in told or () if value is not None]
+    logprobs = [min(0.0, value) for value in told or () if value is not None and value > _LEAST_LOGPROB]
     if len(missing) > 1 or len(logprobs) != len(tokens):
         logprobs = [0.0] * len(tokens)
         missing.append(NO_LOGPROBS)
@@ -110,7 +111,10 @@ def _best(told: _Logprobs | None, count: int, encode: Callable[[str], list[int]]
     if len(best) != count:
         return [[] for _ in range(count)]
     texts = [sorted((each or {}).items(), key=lambda item: -item[1]) for each in best]
-    return [[(ids[0], value) for text, value in each if len(ids := encode(text)) == 1] for each in texts]
+    return [
+        [(ids[0], value) for text, value in each if value > _LEAST_LOGPROB and len(ids := encode(text)) == 1]
+        for each in texts
+    ]
 
 
 async def ask(
