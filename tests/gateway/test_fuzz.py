@@ -19,6 +19,7 @@ from rollmill.gateway.config import EngineEndpoint
 from tests.gateway.conftest import QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.serve import ADMIN, LIVE
 from tests.gateway.stand_in import StandIn
+from tests.gateway.test_openai_engine import Server, backend
 
 FEW = settings(
     max_examples=8,
@@ -188,3 +189,47 @@ async def test_an_engine_that_answers_junk_counts_as_failed(mill: Mill, answers:
         for _ in JUNK:
             status, body = await door.ask(LIVE, [USER], stream=stream)
             assert status == 503 and "every engine failed" in body["error"]["message"]
+
+
+JUNK_CHOICES = [
+    b'{"choices": [{"text": 1}]}',
+    b'{"choices": [{"text": "x", "token_ids": [-1]}]}',
+    b'{"choices": [{"text": "x", "token_ids": [99999999999]}]}',
+    b'{"choices": [{"text": "\\ud800"}]}',
+    b'{"choices": [{"text": "x", "logprobs": {"token_logprobs": "x"}}]}',
+]
+
+
+class JunkEvents(Server):
+    """Sends `streams[0]` as its answer. All but the last are malformed."""
+
+    def __init__(self, good: list[int]) -> None:
+        super().__init__("")
+        choice = {"text": "fine", "token_ids": good, "finish_reason": "stop"}
+        events = [*JUNK, *JUNK_CHOICES, json.dumps({"choices": [choice]}).encode()]
+        *junk, last = (b"data: " + event + b"\r\n\r\n" for event in events)
+        self.streams = [*junk, b"", b"data: [DONE]\n\n", b"event: x\nid: 1\n\n", last[:-10], last]
+
+    async def complete(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        return web.Response(body=self.streams[0], content_type="text/event-stream")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_backend_that_streams_junk_counts_as_failed(mill: Mill, answers: Answers, stream: bool) -> None:
+    server = JunkEvents(answers.text("fine"))
+    config = QUICK.model_copy(update={"engine_wait_s": 0.02})
+    door = await mill.gateway(await backend(mill, server), config=config, follows=False)
+    body: dict[str, Any] = {"messages": [USER], "max_tokens": 100, "stream": stream}
+    async with nothing_stays_open(door, answered=1):
+        while len(server.streams) > 1:
+            await until(door.all_engines_up)
+            server.requests.clear()
+            status, told = await door.ask(LIVE, **body)
+            assert (status, told["error"]["type"]) == (503, "server_error"), (server.streams[0][:80], told)
+            assert server.requests and server.requests[0]["stream"] is True
+            server.streams.pop(0)
+        await until(door.all_engines_up)
+        headers = {"Authorization": f"Bearer {LIVE}"}
+        async with door.http.post(door.url + CHAT, json=body, headers=headers) as response:
+            assert response.status == 200 and "fine" in await response.text()
