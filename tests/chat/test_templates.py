@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -44,15 +45,40 @@ def thinking(messages: list[Message]) -> list[Message]:
     return [{**each, "reasoning_content": "Hm."} if each["role"] == "assistant" else each for each in messages]
 
 
+@contextlib.contextmanager
+def tokenised() -> Iterator[list[int]]:
+    """The tokens that leave tokenizers meanwhile."""
+    made: list[int] = []
+
+    def counted(encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        def call(self: Tokenizer, text: str, **options: Any) -> list[int]:
+            ids = encode(self, text, **options)
+            made.extend(ids)
+            return ids
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("encode", "encode_marked"):
+            patch.setattr(Tokenizer, name, counted(getattr(Tokenizer, name)))
+        yield made
+
+
 def play(session: Session, messages: list[Message], tools: list[Tool], format: TemplateFormat) -> list[Plan]:
-    """Each assistant message is sampled as the template writes it. The client sends no reasoning back."""
+    """Each assistant message is sampled as the template writes it. The client sends no reasoning back. What continues a
+    segment is tokenised once, and nothing else."""
     plans, sent = [], []
     for message in [*messages, None]:
         if message is not None and message["role"] != "assistant":
             sent.append(message)
             continue
-        plan = session.plan(sent, tools, format)
+        with tokenised() as made:
+            plan = session.plan(sent, tools, format)
         plans.append(plan)
+        if not plan.opens:
+            new = len(plan.context) - session.segments[plan.segment].length
+            again = len(made) - new
+            assert (again, made) == (0, plan.prompt), f"{again} tokens were tokenised again"
         if message is None:
             return plans
         tokens = format.render_answer(message, tools, history=plan_history(session, plan))
@@ -78,7 +104,7 @@ def check(case: Published, messages: list[Message], tools: list[Tool], **convent
     for plan, place in zip(play(session, messages, tools, case.format), [*places, len(messages)], strict=True):
         assert plan.context == case.expected(as_sent(messages[:place], **convention), tools), f"turn at {place}"
         causes.append(plan.cause if plan.opens else "")
-        if not plan.opens:  # nothing that was recorded is tokenised again
+        if not plan.opens:
             assert len(plan.prompt) < len(plan.context) and plan.inherited > 0
     return causes
 
