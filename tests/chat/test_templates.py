@@ -348,3 +348,40 @@ def test_results_refer_to_the_ids_that_the_model_gave(name: str) -> None:
     history = [USER, case.format.parse(answer, TOOLS)]
     turn = case.format.render_turn(AGENT[2:3], TOOLS, answer_closed=True, history=history, answer=answer)
     assert own["call00000" if name == "mistral-nemo" else "functions.read:0"] in case.tokenizer.decode(turn)
+
+
+@pytest.mark.parametrize(
+    ("name", "dates"),
+    [("granite3.3", ("November 17, 2026", "November 18, 2026")), ("gpt-oss", ("2026-11-17", "2026-11-18"))],
+)
+def test_midnight_begins_no_segment(name: str, dates: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A date is that of the request which began the conversation: the model has read it, and its tokens are kept."""
+    case, tools = published(name), TOOLS if name == "gpt-oss" else []
+    answer = assistant_message(None, [READ]) if tools else CHAT[1]
+    more: list[Message] = [{"role": "tool", "content": "def add(a, b):"} if tools else MORE]
+
+    class Clock(datetime):
+        read = datetime(2026, 11, 17, 23, 59)
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return Clock.read
+
+    monkeypatch.setattr("rollmill.chat.formats.template.datetime", Clock)
+    session = Session(SessionFacts("t", "rollout"))
+
+    def written(messages: list[Message]) -> tuple[Plan, list[bool]]:
+        plan = session.plan(messages, tools, case.format)
+        text = case.tokenizer.decode(plan.context)
+        return plan, [date in text for date in dates]
+
+    plan, found = written([USER])
+    assert (plan.cause, found) == ("start", [True, False])
+    tokens = case.format.render_answer(answer, tools, history=[USER])
+    first = Answer(tokens, [-1.0] * len(tokens), [0] * len(tokens), [], [], [], "stop", True, answer)
+    session.append(session.place(plan, first))
+    Clock.read = datetime(2026, 11, 18, 0, 1)
+    plan, found = written([USER, answer, *more])
+    assert (plan.opens, found) == (False, [True, False])
+    plan, found = written([MORE])  # another beginning is written anew
+    assert (plan.cause, found) == ("edit", [False, True])
