@@ -31,6 +31,7 @@ from rollmill.errors import StorageError
 
 T = TypeVar("T")
 LOCK_SECONDS = 30  # how long a writer waits for another one
+_ERASE_SECONDS = 1  # how long `erase_deleted` waits for others
 _ATTEMPTS = 10
 _RETRIED = {"40001", "40P01"}  # SQLSTATE: serialization failure, deadlock
 _MIGRATION_LOCK = 0x526F6C6C6D696C6C  # any constant: PostgreSQL's advisory lock around migrations
@@ -100,6 +101,21 @@ def writing(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
                 time.sleep(backoff.failed())
 
 
+def erase_deleted(engine: sa.Engine) -> None:
+    """Take what was deleted out of SQLite's write-ahead log too. If others use the database all the time, a later
+    checkpoint does it. PostgreSQL's vacuum overwrites it."""
+    if engine.dialect.name != "sqlite":
+        return
+    with _explained(engine), contextlib.closing(engine.raw_connection()) as connection:
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {_ERASE_SECONDS * 1000}")
+        try:
+            with contextlib.suppress(sqlite3.OperationalError):
+                cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout = {LOCK_SECONDS * 1000}")
+
+
 class now(FunctionElement[float]):
     """The database's clock in a statement: seconds since the epoch. Leases are by it, so clocks of hosts may differ."""
 
@@ -139,6 +155,7 @@ def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True, read_only: bool = Fa
             return
         _use_write_ahead_log(connection)
         connection.execute("PRAGMA synchronous = FULL")  # acknowledged writes are on the disk
+        connection.execute("PRAGMA secure_delete = ON")  # deleted text is overwritten
         connection.execute(f"PRAGMA foreign_keys = {int(foreign_keys)}")
 
     @event.listens_for(engine, "begin")

@@ -12,7 +12,7 @@ from sqlalchemy import bindparam
 from sqlalchemy.exc import IntegrityError
 
 from rollmill.errors import TrajectoryError
-from rollmill.storage.database import reading, writing
+from rollmill.storage.database import erase_deleted, reading, writing
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.changes import (
     add_reward,
@@ -187,6 +187,8 @@ class TrajectoryStore:
                 self.delete(id)
             except TrajectoryError as error:
                 kept[id] = error.message
+        if len(kept) < len(ids):
+            erase_deleted(self._engine)
         return [id for id in ids if id not in kept], kept
 
     def add_feedback(

@@ -58,7 +58,6 @@ async def test_a_user_is_forgotten_everywhere(mill: Mill, answers: Answers) -> N
         assert (row.state, said.value, said.data) == ("deleted", 1.0, {})
         assert not list((mill.directory / "store" / "trajectories").glob("*"))
         assert len((await door.seal(other)).segments) == 1
-    # SQLite may keep old pages until they are used again; the files of the gateway and the store do not
     assert b"private words" not in written(mill)
 
 

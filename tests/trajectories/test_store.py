@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.errors import ObjectMissing, TrajectoryError
-from rollmill.storage.database import open_database, reading
+from rollmill.storage.database import erase_deleted, open_database, reading
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
@@ -204,6 +204,27 @@ def test_delete_removes_the_payload_and_keeps_the_row(store: TrajectoryStore, ob
     store.delete("a")  # as a process that was killed half-way repeats it
     with pytest.raises(TrajectoryError, match="deleted"):
         store.load("a")
+
+
+@pytest.mark.parametrize("times", [1, 2000])
+def test_sqlite_keeps_no_text_of_a_forgotten_user(tmp_path: Path, times: int) -> None:
+    """Neither in its file nor in its write-ahead log. A long text has pages of its own."""
+    engine = open_database(f"sqlite:///{tmp_path}/mill.db")
+    store = TrajectoryStore(engine, Objects.open(tmp_path / "store"))
+
+    def holding() -> list[str]:
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return sorted(path.name for path in files if b"opinion" in path.read_bytes())
+
+    store.create("run", "g", "task", ["a"], {"user": "pseudonym"}, "production")
+    store.add_feedback("a", "text", 1.0, {"text": "Ann's opinion. " * times})
+    assert holding() == ["mill.db-wal"]
+    erase_deleted(engine)
+    assert holding() == ["mill.db"]
+    store.add_feedback("a", "text", 1.0, {"text": "Another opinion. " * times})
+    assert holding() == ["mill.db", "mill.db-wal"]
+    assert store.delete_user(["pseudonym"]) == (["a"], {})
+    assert holding() == [] and [said.data for said in store.feedback("a")] == [{}, {}]
 
 
 def test_a_leased_trajectory_is_not_deleted(store: TrajectoryStore, objects: Objects, ledger: Ledger) -> None:
