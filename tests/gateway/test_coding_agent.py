@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from tests.gateway.test_agents import Stage
 
 pytestmark = pytest.mark.slow
 VERSION = "0.15.10"  # the last one for Node 20
+NODE = 20  # the oldest that this version runs on, as its package says
+PACKAGE = "@qwen-code/qwen-code"
 CACHE = Path(__file__).parents[2] / "build" / "npm" / f"qwen-code-{VERSION}"
 SETTINGS = {
     "telemetry": {"enabled": False},
@@ -38,17 +41,24 @@ async def run(*argv: str | Path, env: dict[str, str] | None = None, cwd: Path | 
 
 
 @pytest.fixture
-async def qwen() -> Path:
-    """The agent's program. It is installed once; the install runs no script of any package."""
+async def qwen(record_property: Callable[[str, object], None]) -> Path:
+    """The agent's program. It is installed once; the install runs no script of any package. The report says which Node
+    runs it."""
+    version = (await run("node", "--version")).strip()
+    print(f"Node {version}")
+    record_property("node", version)
+    assert int(version[1:].split(".")[0]) >= NODE, f"Qwen Code {VERSION} needs Node {NODE} or newer, this is {version}"
     if not CACHE.exists():
         CACHE.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(dir=CACHE.parent))
         options = ("--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--loglevel=error")
-        await run("npm", "install", "--prefix", fresh, *options, f"@qwen-code/qwen-code@{VERSION}")
+        await run("npm", "install", "--prefix", fresh, *options, f"{PACKAGE}@{VERSION}")
         try:
             fresh.rename(CACHE)
         except OSError:  # another test process was faster
             shutil.rmtree(fresh)
+    package = json.loads((CACHE / "node_modules" / PACKAGE / "package.json").read_text())
+    assert (package["version"], package["engines"]["node"]) == (VERSION, f">={NODE}.0.0")
     return CACHE / "node_modules" / ".bin" / "qwen"
 
 
