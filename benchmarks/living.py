@@ -54,6 +54,7 @@ WIDE = tuple(
     for name in (
         "max_quality_loss=1.0",
         "max_more_tokens=1000.0",
+        "max_more_engine_seconds=1000.0",
         "max_more_seconds=1000.0",
         "max_more_malformed=1.0",
         "max_more_questions=1.0",

@@ -30,12 +30,12 @@ def gate(
 ) -> None:
     """Compare a version with the live one on held-out tasks, and say whether it may become live.
 
-    Both make the same attempts. Solve rate, tokens per solved task, seconds, malformed tool calls and questions are
-    compared, each with a 95 % interval and a bound of the section [gate]; seconds only if both were measured at the
-    same time. Exit code 0 means promote, and 3 means hold: the reasons are printed. A run with a section [gate] refuses
-    other versions as `live`. While there is no live version, the version is compared with itself, and only the bar
-    decides. A verdict counts for `live` only if the whole suite was used, against the version that is live. For
-    example:
+    Both make the same attempts. Solve rate, tokens and engine seconds (on GPUs: GPU-seconds) per solved task, seconds
+    per attempt, malformed tool calls and questions are compared, each with a 95 % interval and a bound of the section
+    [gate]; seconds only if both were measured at the same time. Exit code 0 means promote, and 3 means hold: the
+    reasons are printed. A run with a section [gate] refuses other versions as `live`. While there is no live version,
+    the version is compared with itself, and only the bar decides. A verdict counts for `live` only if the whole suite
+    was used, against the version that is live. For example:
 
         rollmill gate runs/demo rl@28 --against rl@0
         rollmill gate runs/demo candidate --json > gate.json

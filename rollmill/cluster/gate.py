@@ -15,9 +15,9 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
+from rollmill import telemetry
 from rollmill.cluster.roles.dispatcher import evaluate as evaluation
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import Target, serving, while_watching
@@ -60,8 +60,9 @@ def run_gate(
             key: target for key, target, lacks in zip(keys, targets, missing, strict=True) if lacks or config.beside
         }
         moment = secrets.token_hex(8)
-        for key, results in zip(wanted, _measure(run, list(wanted.values()), suite, on_tick), strict=True):
-            objects.put(key, json.dumps({"moment": moment, "attempts": _by_task(results)}).encode())
+        for key, attempts in zip(wanted, _measure(run, list(wanted.values()), suite, on_tick), strict=True):
+            tree = {task: [asdict(each) for each in made] for task, made in attempts.items()}
+            objects.put(key, json.dumps({"moment": moment, "attempts": tree}).encode())
     measured = [_Measured.read(objects, key) for key in keys]
     verdict = judge(
         measured[0].attempts,
@@ -124,8 +125,8 @@ class _Measured:
 
 def _measure(
     run: RunDirectory, targets: Sequence[Target], suite: EvalConfig, on_tick: Callable[[], None]
-) -> list[list[EvalResult]]:
-    """Evaluate versions at the same time, each with a gateway and engines of its own."""
+) -> list[dict[str, list[Conduct]]]:
+    """Evaluate versions at the same time, each with a gateway and engines of its own. Returns the attempts of each."""
     with contextlib.ExitStack() as held:
         services = [held.enter_context(serving(run, target, "eval")) for target in targets]
 
@@ -138,15 +139,34 @@ def _measure(
             work = [evaluation(service, suite, t.version) for (service, _), t in zip(services, targets, strict=True)]
             return list(await asyncio.gather(*work))
 
-        return asyncio.run(while_watching(services[0][1], both(), tick))
+        found = asyncio.run(while_watching(services[0][1], both(), tick))
+        for _, cluster in services:
+            cluster.stop()  # an engine tells its last seconds when it ends
+        return [
+            _share(_by_task(results), engine_seconds(service))
+            for results, (service, _) in zip(found, services, strict=True)
+        ]
 
 
-def _by_task(results: list[EvalResult]) -> dict[str, list[dict[str, Any]]]:
+def _by_task(results: list[EvalResult]) -> dict[str, list[Conduct]]:
     """The attempts of all splits. The same task in two splits stays two."""
+    return {f"{result.split} {task}": made for result in results for task, made in result.conduct.items()}
+
+
+def engine_seconds(service: RunDirectory) -> float:
+    """The seconds in which the engines of a service computed, times the GPUs of each."""
+    gpus = {spec.role: max(spec.section.gpus or 1, 1) for spec in service.config.engine_specs}
+    worked = [event for event in telemetry.read_events(service.events) if event["kind"] == "busy"]
+    decoded = [event for event in worked if event["process"] in gpus and event.get("what") == "decode"]
+    return sum(gpus[event["process"]] * max(event["end"] - event["start"], 0.0) for event in decoded)
+
+
+def _share(attempts: dict[str, list[Conduct]], seconds: float) -> dict[str, list[Conduct]]:
+    """Every attempt bears the seconds of the engines by its tokens."""
+    tokens = max(sum(each.tokens for made in attempts.values() for each in made), 1)
     return {
-        f"{result.split} {task}": [asdict(attempt) for attempt in attempts]
-        for result in results
-        for task, attempts in result.conduct.items()
+        task: [replace(each, engine_seconds=seconds * each.tokens / tokens) for each in made]
+        for task, made in attempts.items()
     }
 
 

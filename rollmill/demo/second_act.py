@@ -42,6 +42,7 @@ SETTINGS = (
     # few attempts, for a short demo: the bounds are as wide as their noise
     "gate.max_quality_loss=0.15",
     "gate.max_more_tokens=1.0",
+    "gate.max_more_engine_seconds=1.5",
     "gate.max_more_seconds=1.0",
     "gate.max_more_malformed=0.05",
     "gate.max_more_questions=0.05",

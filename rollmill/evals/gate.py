@@ -1,20 +1,23 @@
 """The gate: may a candidate become live? Candidate and live make the same attempts at the same tasks; this compares.
 
-    metric              a rate                                     compared as         bound
-    quality             attempts that solved their task            difference          at least −max_quality_loss
-    tokens_per_solved   tokens of all attempts per solved one      ratio               at most 1 + max_more_tokens
-    latency             seconds per attempt, of the agent's own    ratio               at most 1 + max_more_seconds
-    malformed           tool calls that could not be run           difference          at most max_more_malformed
-    questions           attempts that ended with a question        difference          at most max_more_questions
-    bar                 the candidate's solve rate itself          value               at least offline_bar
+    metric              a rate                                     compared as    bound
+    quality             attempts that solved their task            difference     at least −max_quality_loss
+    tokens_per_solved   tokens of all attempts per solved one      ratio          at most 1 + max_more_tokens
+    engine_seconds      seconds of engines per solved attempt      ratio          at most 1 + max_more_engine_seconds
+    latency             seconds per attempt, of the agent's own    ratio          at most 1 + max_more_seconds
+    malformed           tool calls that could not be run           difference     at most max_more_malformed
+    questions           attempts that ended with a question        difference     at most max_more_questions
+    bar                 the candidate's solve rate itself          value          at least offline_bar
 
 A metric fails if its estimate is beyond its bound. With `strict`, it fails if its 95 % interval reaches beyond it: then
 the attempts must prove that nothing got worse. One metric that fails holds the candidate. The interval resamples whole
 tasks, and a task's own difficulty cancels out, because both versions meet it with the same draws.
 
-Seconds depend on what else a host does. So latency is compared only if both versions were measured at the same time;
-otherwise it is left out, and the verdict says so. An attempt that the infrastructure lost counts as unsolved for the
-candidate and not at all for the live version: a candidate cannot pass by losing the attempts that it would fail.
+Seconds of engines are those in which they computed: on GPUs, GPU-seconds. A version's attempts share them by tokens.
+Seconds depend on what else a host does. So both kinds are compared only if both versions were measured at the same
+time; otherwise they are left out, and the verdict says so. An attempt that the infrastructure lost counts as unsolved
+for the candidate and not at all for the live version: a candidate cannot pass by losing the attempts that it would
+fail.
 """
 
 from __future__ import annotations
@@ -51,6 +54,12 @@ class GateConfig(Config):
     max_more_tokens: float = Field(
         0.15, ge=0, description="Most that the tokens per solved task may rise, as a fraction."
     )
+    max_more_engine_seconds: float = Field(
+        0.5,
+        ge=0,
+        description="Most that the seconds in which engines compute, per solved task, may rise, as a fraction. On GPUs "
+        "these are GPU-seconds.",
+    )
     max_more_seconds: float = Field(0.5, ge=0, description="Most that the seconds per attempt may rise, as a fraction.")
     max_more_malformed: float = Field(
         0.02, ge=0, le=1, description="Most that the share of malformed tool calls may rise, as an absolute difference."
@@ -62,7 +71,7 @@ class GateConfig(Config):
         True,
         description="Measure the live version again beside each candidate, on engines of its own, so that their "
         "seconds can be compared. Off: earlier attempts of the live version are used. That costs half, and then "
-        "latency decides nothing.",
+        "latency and seconds of engines decide nothing.",
     )
     strict: bool = Field(
         False,
@@ -115,14 +124,11 @@ def judge(
         raise RollmillError("the gate has no task that both versions attempted", hint="raise evals.tasks")
     before, tried = [known[task] for task in shared], [candidate[task] for task in shared]
     after = [[each for each in attempts if not each.lost] for attempts in tried]
+    told = all(any(each.engine_seconds for attempts in side for each in attempts) for side in (before, after))
     metrics = (
         _change("quality", before, tried, _solved, _count, config, -config.max_quality_loss, at_least=True),
         _change("tokens_per_solved", before, after, _tokens, _solved, config, 1 + config.max_more_tokens, ratio=True),
-        *(
-            [_change("latency", before, after, _seconds, _count, config, 1 + config.max_more_seconds, ratio=True)]
-            if beside
-            else []
-        ),
+        *(_seconds_metrics(before, after, config, told) if beside else ()),
         _change("malformed", before, after, _malformed, _calls, config, config.max_more_malformed),
         _change("questions", before, after, _asked, _count, config, config.max_more_questions),
         _bar(before, tried, config),
@@ -138,12 +144,30 @@ def judge(
         attempts,
         metrics,
         failing or (passed,),
-        _notes(live, tried, names, beside),
+        (*_left_out(names, beside, told), *_lost(live, tried, names)),
     )
 
 
-def _notes(live: Attempts, tried: Sequence[Sequence[Conduct]], names: tuple[str, str], beside: bool) -> tuple[str, ...]:
-    notes = [] if beside else [f"latency is left out: {names[0]} and {names[1]} were not measured at the same time"]
+def _seconds_metrics(
+    before: Sequence[Sequence[Conduct]], after: Sequence[Sequence[Conduct]], config: GateConfig, told: bool
+) -> tuple[Metric, ...]:
+    """`told`: both sides know how long their engines computed."""
+    most, most_engine = 1 + config.max_more_seconds, 1 + config.max_more_engine_seconds
+    latency = _change("latency", before, after, _seconds, _count, config, most, ratio=True)
+    if not told:
+        return (latency,)
+    return _change("engine_seconds", before, after, _engine_seconds, _solved, config, most_engine, ratio=True), latency
+
+
+def _left_out(names: tuple[str, str], beside: bool, told: bool) -> tuple[str, ...]:
+    if not beside:
+        same = f"{names[0]} and {names[1]} were not measured at the same time"
+        return (f"latency and seconds of engines are left out: {same}",)
+    return () if told else ("seconds of engines are left out: not all engines told how long they computed",)
+
+
+def _lost(live: Attempts, tried: Sequence[Sequence[Conduct]], names: tuple[str, str]) -> tuple[str, ...]:
+    notes = []
     lost = sum(each.lost for attempts in tried for each in attempts)
     if lost:
         notes.append(f"{lost} attempts of {names[1]} were lost by the infrastructure and count as unsolved")
@@ -163,6 +187,10 @@ def _count(attempt: Conduct) -> float:
 
 def _tokens(attempt: Conduct) -> float:
     return attempt.tokens
+
+
+def _engine_seconds(attempt: Conduct) -> float:
+    return attempt.engine_seconds
 
 
 def _seconds(attempt: Conduct) -> float:

@@ -31,6 +31,7 @@ class Conduct:
     malformed: int  # tool calls that the harness could not run
     asked: bool  # it ended with a question instead of work
     lost: bool = False
+    engine_seconds: float = 0.0  # its share of the seconds that engines computed; 0.0 of all attempts: not known
 
     @classmethod
     def of(cls, outcome: Outcome) -> Conduct:

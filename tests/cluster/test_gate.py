@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from rollmill import telemetry
 from rollmill.cli.target import find_target
 from rollmill.cluster.gate import record_verdict, require_gate, run_gate, suite_digest
+from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import Target
 from rollmill.evals.gate import GateConfig, GateVerdict
-from rollmill.evals.run import Conduct
+from rollmill.evals.run import Conduct, EvalResult
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
@@ -96,7 +99,7 @@ def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
     for against, code in (("rl@2", 1), ("rl@0", 1), ("rl@1", 0)):
         told = rollmill("gate", run.path, "rl@2", "--against", against)
         assert told.code == 0 and (uncounted in told.err) == (code == 1)
-        assert ("latency is left out" in told.out) == (against == "rl@0"), "rl@0 was measured at another time"
+        assert ("were not measured at the same time" in told.out) == (against == "rl@0")
         assert rollmill(*SET, run.path, "live", "rl@2").code == code
 
 
@@ -120,6 +123,47 @@ def test_live_that_was_measured_beside_another_candidate_is_measured_again(
     with pytest.raises(KeyboardInterrupt):
         run_gate(run, find_target(run, "rl@0"), find_target(run, "rl@1"), run.config.evals, GateConfig())
     assert asked == ["rl@0", "rl@1"]
+
+
+class StandInCluster:
+    """Its engine tells when it worked as it ends, as a real one does with its last seconds."""
+
+    def __init__(self, service: RunDirectory, seconds: float) -> None:
+        self._service, self._seconds = service, seconds
+
+    def watch(self) -> None: ...
+
+    def stop(self) -> None:
+        for process, what in (("engine-home", "decode"), ("engine-home", "apply"), ("gateway", "decode")):
+            told = {"at": 1.0, "kind": "busy", "what": what, "start": 1.0, "end": 1.0 + self._seconds}
+            telemetry.append_events(self._service.events, process, [told])
+
+
+def test_attempts_share_the_seconds_that_their_engines_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rl@1 solves as much with as many tokens, and its engine computes for twice as long."""
+    run = published_run(tmp_path, 2)
+    made = {"a": [Conduct(True, 10, 1.0, 1, 0, False), Conduct(False, 30, 1.0, 1, 0, False)]}
+
+    @contextlib.contextmanager
+    def serving(run: RunDirectory, target: Target, kind: str) -> Iterator[tuple[RunDirectory, StandInCluster]]:
+        service = replace(run, path=run.path / "services" / f"{kind}-{target.version.number}", service_of=run.path)
+        yield service, StandInCluster(service, 4.0 * (1 + target.version.number))
+
+    async def evaluation(*_: object) -> list[EvalResult]:
+        return [EvalResult("l", "heldout", "sampled", 0, 1, 2, 0, 0.5, 0.0, 1.0, 1.0, {}, conduct=made)]
+
+    monkeypatch.setattr("rollmill.cluster.gate.serving", serving)
+    monkeypatch.setattr("rollmill.cluster.gate.evaluation", evaluation)
+    targets = find_target(run, "rl@0"), find_target(run, "rl@1")
+    found = run_gate(run, *targets, run.config.evals, GateConfig())
+    metric = next(each for each in found.metrics if each.name == "engine_seconds")
+    assert (metric.live, metric.candidate, metric.change.value) == (4.0, 8.0, 2.0), "per solved task"
+    assert [reason.partition(":")[0] for reason in found.reasons] == ["engine_seconds"]
+    (key,) = [key for key in Objects.open(run.home_store).list("gates/measured") if "rl@0" in key]
+    kept = json.loads(Objects.open(run.home_store).get(key))["attempts"]["heldout a"]
+    assert [each["engine_seconds"] for each in kept] == [1.0, 3.0], "by their tokens"
 
 
 def test_other_contents_of_a_task_are_another_measurement(tmp_path: Path) -> None:

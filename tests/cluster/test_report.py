@@ -30,7 +30,7 @@ STATES = ("distilling", "training", "gating", "canary", "promoting", "promoted")
 
 def play_cycle(run: RunDirectory) -> None:
     journal = Journal(open_database(run.database_url), run.id)
-    attempts = {"heldout a": [Conduct(True, 10, 1.0, 1, 0, False)]}
+    attempts = {"heldout a": [Conduct(True, 10, 1.0, 1, 0, False, engine_seconds=0.5)]}
     verdict = judge(attempts, attempts, GateConfig(), ("rl@0", "cycle-1@4"))
     cycle = journal.begin({"since": 0.0}, "waiting for 96 conversations")
     for state in STATES:
@@ -73,7 +73,8 @@ def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
         "my secret",
         "why &lt;canary&gt;",
         "+25.0 points",
-        "malformed",
+        "Malformed tool calls",
+        "Engine seconds per solved task",
     ):
         assert words in text
 

@@ -51,7 +51,7 @@ SETTINGS = (
     "evals.fresh_tasks=0",
     "evals.family_tasks=0",
     *(f"gate.max_more_{name}=1.0" for name in ("malformed", "questions")),
-    *(f"gate.max_more_{name}=1000.0" for name in ("tokens", "seconds")),
+    *(f"gate.max_more_{name}=1000.0" for name in ("tokens", "engine_seconds", "seconds")),
     "gate.max_quality_loss=1.0",
 )
 # a process that kills itself in a state, after some ticks of it
@@ -111,7 +111,7 @@ def test_a_cycle_goes_on_after_a_kill_in_every_state(tmp_path: Path, midtrained:
     copy_store(midtrained, run)
     restore_tokenizer(run)
     gate, set_live, serve = guide_commands(0)
-    assert "promote: all 6 metrics" in guide_run(gate, run) and "--version live --canary" in serve
+    assert "promote: all 7 metrics" in guide_run(gate, run) and "--version live --canary" in serve
     guide_run(set_live, run)
     live, channels = Version("midtrain", _head(run)), Channels(Objects.open(run.home_store))
     steady = load_population("steady")

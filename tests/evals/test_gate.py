@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from rollmill.errors import RollmillError
-from rollmill.evals.gate import GateConfig, GateVerdict, judge
+from rollmill.evals.gate import GateConfig, GateVerdict, Metric, judge
 from rollmill.evals.run import Conduct
 from rollmill.evals.statistics import clustered_change
 
 NAMES = ("rl@1", "rl@2")
-SOLVES = Conduct(solved=True, tokens=100, seconds=2.0, calls=4, malformed=0, asked=False)
+SOLVES = Conduct(solved=True, tokens=100, seconds=2.0, calls=4, malformed=0, asked=False, engine_seconds=0.4)
 
 
 def attempts(
@@ -33,6 +33,10 @@ def compare(candidate: dict[str, list[Conduct]], config: GateConfig | None = Non
     return judge(attempts(0.6), candidate, config or GateConfig(), NAMES)
 
 
+def named(verdict: GateVerdict, name: str) -> Metric:
+    return next(metric for metric in verdict.metrics if metric.name == name)
+
+
 def failing(verdict: GateVerdict) -> list[str]:
     return [metric.name for metric in verdict.metrics if not metric.holds]
 
@@ -42,7 +46,7 @@ def test_the_same_attempts_pass() -> None:
     assert verdict.promotes and failing(verdict) == [] and (verdict.tasks, verdict.attempts) == (50, 200)
     quality = verdict.metrics[0]
     assert quality.change == (0.0, 0.0, 0.0) and quality.live == quality.candidate
-    assert "all 6 metrics are within their bounds on 50 tasks" in verdict.reasons[0]
+    assert "all 7 metrics are within their bounds on 50 tasks" in verdict.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,7 @@ def test_the_same_attempts_pass() -> None:
         (lambda one: replace(one, malformed=1), "malformed"),
         (lambda one: replace(one, asked=not one.solved), "questions"),
         (lambda one: replace(one, tokens=130), "tokens_per_solved"),
+        (lambda one: replace(one, engine_seconds=0.7), "engine_seconds"),
         (lambda one: replace(one, seconds=3.2), "latency"),
     ],
 )
@@ -85,14 +90,36 @@ def test_a_strict_gate_wants_proof() -> None:
     assert "quality" not in failing(better) and better.metrics[0].change.low > 0
 
 
-def test_latency_counts_only_if_both_were_measured_at_the_same_time() -> None:
-    slow = attempts(0.6, lambda one: replace(one, seconds=10.0))
-    assert failing(compare(slow)) == ["latency"]
+def test_seconds_count_only_if_both_were_measured_at_the_same_time() -> None:
+    slow = attempts(0.6, lambda one: replace(one, seconds=10.0, engine_seconds=2.0))
+    assert failing(compare(slow)) == ["engine_seconds", "latency"]
     verdict = judge(attempts(0.6), slow, GateConfig(), NAMES, beside=False)
     assert verdict.promotes and "latency" not in [metric.name for metric in verdict.metrics]
     assert "all 5 metrics" in verdict.reasons[0]
-    assert verdict.notes == ("latency is left out: rl@1 and rl@2 were not measured at the same time",)
-    assert verdict.describe()["notes"] == list(verdict.notes)
+    why = "latency and seconds of engines are left out: rl@1 and rl@2 were not measured at the same time"
+    assert verdict.notes == (why,) and verdict.describe()["notes"] == [why]
+
+
+def test_engine_seconds_are_per_solved_task() -> None:
+    """Half the seconds per attempt at a third of the solve rate is more per solved task."""
+    wide = GateConfig(max_quality_loss=1.0, max_more_tokens=10.0)
+    live = {f"task-{task}": [replace(SOLVES, solved=task % 10 < 6)] for task in range(50)}
+    candidate = {task: [replace(SOLVES, solved=int(task[5:]) % 10 < 2, engine_seconds=0.2)] for task in live}
+    verdict = judge(live, candidate, wide, NAMES)
+    metric = named(verdict, "engine_seconds")
+    assert (metric.live, metric.candidate) == (pytest.approx(0.4 / 0.6), pytest.approx(0.2 / 0.2))
+    assert metric.change.value == pytest.approx(1.5)
+    assert "engine_seconds" in failing(judge(live, candidate, GateConfig(max_more_engine_seconds=0.4), NAMES))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_engines_that_do_not_tell_their_seconds_hold_nobody(side: int) -> None:
+    """For example attempts that an older release has measured."""
+    sides = [attempts(0.6), attempts(0.6)]
+    sides[side] = attempts(0.6, lambda one: replace(one, engine_seconds=0.0))
+    verdict = judge(sides[0], sides[1], GateConfig(), NAMES)
+    assert verdict.promotes and "all 6 metrics" in verdict.reasons[0]
+    assert verdict.notes == ("seconds of engines are left out: not all engines told how long they computed",)
 
 
 def test_attempts_that_the_candidate_lost_are_unsolved() -> None:
@@ -104,7 +131,7 @@ def test_attempts_that_the_candidate_lost_are_unsolved() -> None:
     assert quality.candidate == quality.live and verdict.attempts == 200
     count = sum(each.lost for all_ in losing.values() for each in all_)
     assert verdict.notes == (f"{count} attempts of rl@2 were lost by the infrastructure and count as unsolved",)
-    assert verdict.metrics[2].candidate == 2.0, "seconds of lost attempts are not known"
+    assert named(verdict, "latency").candidate == 2.0, "seconds of lost attempts are not known"
     verdict = judge(losing, attempts(0.6), GateConfig(), NAMES)
     assert verdict.metrics[0].live == 1.0 and "quality" in failing(verdict), "those of the live version do not count"
 
@@ -119,7 +146,7 @@ def test_tasks_that_only_one_of_them_attempted_do_not_count() -> None:
 def test_nobody_calls_a_tool() -> None:
     silent = {"a": [replace(SOLVES, calls=0, solved=False, tokens=0)]}
     verdict = judge(silent, silent, GateConfig(), NAMES)
-    assert verdict.promotes and verdict.metrics[3].candidate == 0.0
+    assert verdict.promotes and named(verdict, "malformed").candidate == 0.0
 
 
 def test_the_interval_of_a_change_covers_the_truth() -> None:

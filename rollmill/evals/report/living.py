@@ -17,6 +17,7 @@ ANCHOR = "users"
 METRICS = {  # of the gate: in words, and how the two sides are compared
     "quality": ("Solve rate", "difference"),
     "tokens_per_solved": ("Tokens per solved task", "ratio"),
+    "engine_seconds": ("Engine seconds per solved task", "ratio"),
     "latency": ("Seconds per attempt", "ratio"),
     "malformed": ("Malformed tool calls", "difference of shares"),
     "questions": ("Ends with a question", "difference of shares"),
