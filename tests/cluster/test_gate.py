@@ -103,6 +103,26 @@ def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
         assert rollmill(*SET, run.path, "live", "rl@2").code == code
 
 
+def test_the_command_holds_with_exit_code_3_and_says_why(tmp_path: Path, rollmill: Callable[..., Told]) -> None:  # noqa: F811
+    run = published_run(tmp_path, 2)
+    objects, suite = Objects.open(run.home_store), run.config.evals.model_copy(update={"greedy": False})
+    for number in range(2):  # both were measured at the same time; rl@1 makes one call of two malformed
+        conduct = asdict(Conduct(True, 10, 1.0, 2, number, False, engine_seconds=0.5))
+        measured = json.dumps({"moment": "0", "attempts": {"heldout a": [conduct]}}).encode()
+        objects.put(f"gates/measured/rl@{number}-{suite_digest(run, suite)}.json", measured)
+    told = rollmill("gate", run.path, "rl@1", "--against", "rl@0")
+    assert told.code == 3 and "hold: malformed: difference 0.5, must be at most 0.02" in told.out
+    rows = {line.split()[1]: line for line in told.out.splitlines() if line.startswith("│")}
+    assert [name for name, row in rows.items() if "FAILS" in row] == ["malformed"] and len(rows) == 7
+    told = rollmill("gate", run.path, "rl@1", "--against", "rl@0", "--json")
+    tree = json.loads(told.out)
+    assert told.code == 3 and (tree["verdict"], tree["candidate"], tree["live"]) == ("hold", "rl@1", "rl@0")
+    assert [metric["name"] for metric in tree["metrics"] if not metric["holds"]] == ["malformed"]
+    assert len(tree["reasons"]) == 1 and tree["reasons"][0].startswith("malformed: ")
+    told = rollmill("gate", run.path, "rl@0", "--against", "rl@0", "--json")
+    assert told.code == 0 and json.loads(told.out)["verdict"] == "promote"
+
+
 def test_live_that_was_measured_beside_another_candidate_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

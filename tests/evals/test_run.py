@@ -12,8 +12,11 @@ import pytest
 import pytest_asyncio
 
 from rollmill import telemetry
+from rollmill.chat.format import assistant_message
+from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.demo.micro_repos import MicroRepos
+from rollmill.environments.harnesses.tools import tool_schemas
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.listed import ListedTasks
@@ -26,7 +29,7 @@ from rollmill.rollouts.rollout import Outcome
 from rollmill.types import Reward, TrajectoryState
 from tests.chat.conftest import tokenizer  # noqa: F401
 from tests.environments.conftest import host  # noqa: F401
-from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, open_world
+from tests.rollouts.world import ADMIN, RUN, SOLUTION, Additions, StandInHost, World, open_world
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXAMINATION = Examination(RUN, "before", 0, max_answer_tokens=400, seed=5)
@@ -63,6 +66,22 @@ async def test_every_cell_is_counted_and_every_attempt_recorded(world: World) ->
     assert len(rows) == 12 + 4 + 3 and all(row.state == TrajectoryState.graded for row in rows)
     # none of them is in the ledger of the training run
     assert world.ledger.counts() == dict.fromkeys(world.ledger.counts(), 0)
+
+
+async def test_attempts_keep_how_they_behaved(world: World) -> None:
+    """A call that is not JSON, one that is, and then a question instead of work: what the gate looks at."""
+    encode, token = world.tokenizer.encode, world.tokenizer.token_id
+    question = CompactFormat(world.tokenizer).render_answer(assistant_message("which?", []), tool_schemas())
+    malformed = [*encode("run"), token("<arg>"), *encode("{x"), token("<end>")]
+    suite = EvalConfig(tasks=1, attempts=1, family_tasks=0, greedy=False)
+    seen = []
+    for script in ((malformed, ("run", {}), question), SOLUTION):
+        world.says(*script)
+        (result,) = await run_eval(world.context, Additions(), suite, EXAMINATION)
+        ((conduct,),) = result.conduct.values()
+        assert conduct.tokens > 0 and conduct.seconds > 0 and not conduct.lost
+        seen.append((conduct.solved, conduct.calls, conduct.malformed, conduct.asked))
+    assert seen == [(False, 2, 1, True), (True, 3, 0, False)]
 
 
 async def test_an_evaluation_can_be_repeated(world: World) -> None:
