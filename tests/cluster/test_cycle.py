@@ -79,6 +79,17 @@ def test_only_what_passed_the_gate_becomes_live(tmp_path: Path) -> None:
     assert Channels(objects).get("live") == Version("rl", 1)
 
 
+def test_a_promotion_that_was_killed_after_live_moved_is_finished(tmp_path: Path) -> None:
+    """The verdict is about rl@0, which is not live any more: nothing is asked again, and live moves once."""
+    run = published_run(tmp_path, 2, "gate.offline_bar=0.2")
+    driver, objects = driver_in(run, *TO_CANARY, "promoting"), Objects.open(run.home_store)
+    record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1", "rl@0"))
+    Channels(objects).move("live", Version("rl", 1))  # the journal does not know it
+    assert driver.run_cycle().state == "promoted"
+    assert [entry.version for entry in Channels(objects).history("live")] == [Version("rl", 0), Version("rl", 1)]
+    assert driver.journal.history(1)[-1].reason == "rl@1 is live; before it was rl@0"
+
+
 def test_a_live_version_that_somebody_else_has_set_stays(tmp_path: Path) -> None:
     run = published_run(tmp_path, 3)
     driver, channels = driver_in(run, *TO_CANARY, "promoting"), Channels(Objects.open(run.home_store))
