@@ -125,7 +125,7 @@ def costs(steps: Mapping[int, StepCost], trained: Mapping[int, float], busy: Ite
     if not solved:
         return Markup("")
     tokens: list[Point] = [(step, steps[step].tokens / solved[step]) for step in sorted(solved)]
-    engine, trainer = _seconds(trained, busy)
+    engine, trainer = ({step: of[step] for step in steps if step in of} for of in _seconds(trained, busy))
     series = [
         Series(name, [(step, seconds[step] / solved[step]) for step in sorted(solved) if step in seconds], colour, True)
         for name, seconds, colour in (("engines", engine, "steel"), ("trainer", trainer, "ember"))

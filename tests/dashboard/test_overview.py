@@ -18,7 +18,8 @@ from rollmill.cluster.report import loans_of
 from rollmill.cluster.run import RunDirectory
 from rollmill.dashboard import live as live_module
 from rollmill.dashboard.live import Live
-from rollmill.dashboard.queries import read_queue
+from rollmill.dashboard.overview import costs
+from rollmill.dashboard.queries import StepCost, read_queue
 from rollmill.dashboard.source import Source
 from rollmill.errors import StorageError
 from rollmill.evals.report import write_report
@@ -32,10 +33,12 @@ from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.store import TrajectoryStore
 from rollmill.trajectories.tables import keys as key_table
 from rollmill.types import Version
 from tests.dashboard.conftest import Open
 from tests.evals.test_report import HOSTILE, Page
+from tests.trajectories.test_ledger import record, settle, start
 from tests.weights.build import publish_line
 
 
@@ -115,6 +118,46 @@ def test_queues_are_counted_in_the_ledger(run: RunDirectory) -> None:
     strict = Pace(groups_per_step=2, group_size=2, max_staleness=0, steps=8)
     assert read_queue(Source.of_run(run.path).database, key, strict).due == 3
     assert "3 of" in Live(Source.of_run(run.path)).snapshot().body
+
+
+def test_what_a_solved_attempt_costs() -> None:
+    """Step 2 solved nothing, and its tokens and seconds count. Waiting, evaluations and other steps do not."""
+    steps = {1: StepCost(4, 2, 100), 2: StepCost(4, 0, 60), 3: StepCost(4, 2, 40)}
+    worked = [
+        ("engine-home", "decode", 11, 15),
+        ("engine-away", "decode", 21, 27),
+        ("engine-home", "decode", 31, 33),
+        ("trainer", "step", 16, 20),
+        ("trainer", "wait", 20, 29),
+        ("dispatcher", "rollouts", 10, 40),
+        ("engine-home", "decode", 1, 9),  # before the stage began
+        ("engine-home", "decode", 41, 49),  # step 4: what came of it is not read yet
+        ("engine-home", "decode", 60, 69),  # after the last step
+    ]
+    busy = [{"process": process, "what": what, "start": start, "end": end} for process, what, start, end in worked]
+    text = costs(steps, {0: 10.0, 1: 20.0, 2: 30.0, 3: 40.0, 4: 50.0}, busy)
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>", text))
+    assert tiles == {
+        "Solved": "4",
+        "Tokens per solved attempt": "50",
+        "Lately": "20",
+        "Engine time": f"3{GAP}s",
+        "Trainer time": f"1{GAP}s",
+    }
+    assert not costs({1: StepCost(4, 0, 100)}, {1: 20.0}, busy), "nothing was solved"
+
+
+def test_costs_are_read_from_the_committed_steps(run: RunDirectory) -> None:
+    engine, key = open_database(run.database_url), run.stage_key(run.config.stage("rl"))
+    store, ledger = TrajectoryStore(engine, Objects.open(run.home_store)), Ledger(engine, key)
+    for number in (1, 2):
+        assert start(ledger, f"g{number}")
+        settle(store, ledger, f"g{number}")  # two attempts of 2 tokens, and one of them is solved
+        ledger.write_step(record(ledger, number, f"g{number}"))
+        ledger.commit_step(number, Version("rl", number), "digest")
+    body = Live(Source.of_run(run.path)).snapshot().body
+    assert "<dt>Solved</dt><dd>2<small>of 4 attempts" in body
+    assert "<dt>Tokens per solved attempt</dt><dd>4<small>" in body and "<dt>Engine time</dt>" in body
 
 
 def test_versions_and_channels(run: RunDirectory, tmp_path: Path) -> None:
