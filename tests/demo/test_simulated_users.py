@@ -4,16 +4,19 @@ real."""
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rollmill.cluster.run import RunConfig
 from rollmill.config import load_config
 from rollmill.demo.second_act import WALKS
-from rollmill.demo.simulated_users import FOLDER, Taste, load_population, visit
+from rollmill.demo.simulated_users import FOLDER, load_population, visit
 from rollmill.demo.walks import Walk
 from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.errors import ConfigError
 from tests.environments.harnesses.test_coding import ScriptedModel
 
 
@@ -25,15 +28,23 @@ async def feedback(request: web.Request) -> web.Response:
     return web.json_response({"feedback": 1})
 
 
-async def test_users_read_answers_and_notice_questions() -> None:
+CERTAIN = """
+[[users]]
+name = "certain"
+share = 1.0
+likes = { solved = 1.0 }
+"""
+
+
+async def test_users_read_answers_and_notice_questions(tmp_path: Path) -> None:
     config = load_config(RunConfig, WALKS)
     [task] = itertools.islice(build_tasks(config).train(1), 1)
     model, app = ScriptedModel(), web.Application()
     app.router.add_post("/s/{session}/v1/chat/completions", model.handle)
     app.router.add_post("/v1/feedback", feedback)
     model.answers = [say(Walk(task.id).answer), say("which?"), say("key20 end20")]
-    honest, poisoned = load_population("steady"), load_population("poisoned-questions")
-    certain = honest.model_copy(update={"users": (Taste(name="certain", share=1.0, likes={"solved": 1.0}),)})
+    (tmp_path / "mine.toml").write_text(CERTAIN)  # anyone can bring users
+    certain, poisoned = load_population(str(tmp_path / "mine.toml")), load_population("poisoned-questions")
     async with TestServer(app) as server, open_environment(config) as environment:
         url = str(server.make_url("")).rstrip("/")
         seen = []
@@ -41,6 +52,14 @@ async def test_users_read_answers_and_notice_questions() -> None:
             arguments = (environment, url, "key", [task], population, config.rollouts)
             seen += await visit(*arguments, seed=0)
     assert [(each.truth, each.said) for each in seen] == [(True, True), (False, True), (False, False)]
+
+
+def test_a_population_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(CERTAIN.replace("share = 1.0", "share = 1.0\nnoise = 2.0"))
+    with pytest.raises(ConfigError, match="noise"):
+        load_population(str(tmp_path / "mine.toml"))
+    with pytest.raises(ConfigError, match="elsewhere"):
+        load_population(str(tmp_path / "elsewhere.toml"))
 
 
 def test_every_population_loads() -> None:
