@@ -1,15 +1,24 @@
-"""Real-time RL with simulated users (called so everywhere): `python -m benchmarks.living cycle`.
+"""Real-time RL with simulated users (called so everywhere): `python -m benchmarks.living`.
 
     learn       cycles with users who want solved tasks: true acceptance before and after. The rule never sees the truth
     poison      users whose reports reward broken tool calls; users whose reports reward questions instead of edits: the
                 gate's behaviour metrics hold both candidates
     regression  a gate with wide bounds, and users whose reports are inverted until the canary begins: the canary rolls
-                the candidate back, and production gets no more of it than its share
+                the candidate back, and production gets no more of it than its share in expectation: a hash gives out
+                the sessions, so the share that is seen may be above it by chance. The bar is on the lower end of its
+                95 % interval
 
 Everything but the users is real: gateway, engines, machines, trainer, database, `rollmill cycle run` as a process of
 its own. The model is the demo's, mid-trained and not reinforced; its teacher asks back in a tenth of its sessions, so
 that there are questions to reward. `--base RUN` takes a mid-trained run instead of making one. `--population FILE`
 brings other users to `learn`, `--poison FILE` other poisons.
+
+The other proofs of the living mill are benchmarks of their own:
+
+    python -m benchmarks.summaries      summaries that are learned: before RL, after it, and against two baselines
+    python -m benchmarks.long_episode   a million tokens in a window of 8192, with a scripted model
+    python -m benchmarks.credit         credit by turns and distillation from hints, against plain RL
+    python -m benchmarks.day_night      production and training on the same engines, under a day-night curve
 """
 
 from __future__ import annotations
@@ -38,13 +47,14 @@ from rollmill.weights.reading.store import WeightStore
 
 MIDTRAIN = 140  # steps: enough to solve some tasks and fail others
 POISONS = ("poisoned-calls", "poisoned-questions")
+SHARE = 0.25  # of production, for a canary
 SETTINGS = (
     'engines=[{region="home"}]',
     f"stages.midtrain.steps={MIDTRAIN}",
     "stages.midtrain.sources.0.asks=0.1",
     "gateway.seal_idle_s=3.0",
     "cycle.settle_s=2.0",
-    "cycle.share=0.25",
+    f"cycle.share={SHARE}",
     "evals.attempts=2",
     "evals.fresh_tasks=0",
     "evals.family_tasks=0",
@@ -127,21 +137,25 @@ def regression(root: Path, base: Path | None, quick: bool) -> tuple[dict, dict]:
     figures = {"rolled_back": float(ended == ["rolled_back"]), "candidate_sessions": got, "canary_sessions": all_}
     share = got / all_ if all_ else 1.0
     low = wilson(got, all_).low if all_ else 1.0
-    figures |= {"candidate_share": share, "candidate_sessions_later": later}
-    bars = {"rolled_back": at_least(figures["rolled_back"], 1.0), "share_low": at_most(low, 0.25)}
+    figures |= {"candidate_share": share, "candidate_share_low": low, "candidate_sessions_later": later}
+    bars = {"rolled_back": at_least(figures["rolled_back"], 1.0), "share_in_expectation": at_most(low, SHARE)}
     return figures, {**bars, "later": at_most(later, 0)}
 
 
-def main() -> None:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["cycle"])
+    parser.add_argument("part", nargs="?", choices=["cycle"], default="cycle", help="may be left out")
     parser.add_argument("--scenario", action="append", choices=["learn", "poison", "regression"])
     parser.add_argument("--population", default="steady", help="of `learn`")
     parser.add_argument("--poison", action="append", help="a population of `poison`; default: both that there are")
     parser.add_argument("--base", type=Path, help="a mid-trained run")
     parser.add_argument("--root", type=Path, help="where the runs are made; default: a temporary directory")
     parser.add_argument("--quick", action="store_true", help="fewer users")
-    given = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    given = parse()
     began = time.monotonic()
     figures: dict[str, float] = {"load_before": os.getloadavg()[0]}
     bars: dict[str, dict[str, object]] = {}
