@@ -6,7 +6,11 @@ and it passes the gate and a canary, or it does not. Their true acceptance is me
 tasks, by users who report nothing.
 
     runs/NAME/live/                  a run of its own, inside the demo's
-    runs/NAME/live/acceptance.json   by task: was the work truly accepted, before and after
+    runs/NAME/live/before.json       the number of the cycle; by task: was the work truly accepted before it
+    runs/NAME/live/acceptance.json   the same before and after it
+
+It may be killed at any moment, and goes on where it was: what was measured before the cycle is not measured again, and
+a cycle that is over is not followed by another one.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rollmill.cluster.drive import drive
 from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT
@@ -21,6 +26,7 @@ from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo.production import open_production, set_live
 from rollmill.demo.simulated_users import load_population
+from rollmill.realtime.journal import Journal
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
@@ -47,6 +53,7 @@ SETTINGS = (
     "gate.max_more_malformed=0.05",
     "gate.max_more_questions=0.05",
 )
+BEFORE = "before.json"  # what was measured before the cycle
 MEASURED = 64  # users of a measurement
 BATCH = 48  # users who come together
 
@@ -67,17 +74,34 @@ def midtrain(run: RunDirectory, on_tick: Callable[[], None]) -> None:
     set_live(run, Version(MIDTRAIN, head))
 
 
-def live_cycle(
-    run: RunDirectory, tell: Callable[[str], None], *, measured: int = MEASURED, batch: int = BATCH
-) -> list[str]:
-    """One cycle, with the true acceptance before and after it. Returns how the cycle ended."""
+def live_cycle(run: RunDirectory, tell: Callable[[str], None], *, measured: int = MEASURED, batch: int = BATCH) -> None:
+    """One cycle, with the true acceptance before and after it."""
+    if (run.path / ACCEPTANCE).exists():
+        return tell("the cycle of the second act is over, and measured")
     population = load_population(POPULATION)
     with open_production(run, batch, meanwhile=0) as production:
-        tell(f"{measured} simulated users measure the live version")
-        before = production.measure(population, measured)
-        ended = production.drive(1, lambda state: population)
+        if not (run.path / BEFORE).exists():
+            tell(f"{measured} simulated users measure the live version")
+            number = _next_cycle(production.journal)
+            _write(run.path / BEFORE, {"cycle": number, "before": production.measure(population, measured)})
+        known = json.loads((run.path / BEFORE).read_text())
+        cycle = production.journal.get(known["cycle"])
+        if cycle is None or not cycle.is_over:
+            production.drive(1, lambda state: population)
         tell(f"the same {measured} simulated users measure the version that is live now")
         after = production.measure(population, measured)
-    kept = {"users": "simulated", "population": POPULATION, "before": before, "after": after}
-    (run.path / ACCEPTANCE).write_text(json.dumps(kept))
-    return ended
+    facts = {"users": "simulated", "population": POPULATION, "before": known["before"], "after": after}
+    _write(run.path / ACCEPTANCE, facts)
+
+
+def _next_cycle(journal: Journal) -> int:
+    """The number of the cycle that is driven next: one that is not over goes on."""
+    cycle = journal.current()
+    return 1 if cycle is None else cycle.number + cycle.is_over
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    """The file appears whole or not at all."""
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(tree))
+    draft.rename(path)
