@@ -166,6 +166,7 @@ def _check_what_was_trained_on(run: RunDirectory) -> None:
 
 
 def test_the_settings_of_the_guide_load(tmp_path: Path) -> None:
+    assert GUIDE.count("```") == 2 * 6, "a new block must be executed or loaded too"
     assert GUIDE.count(LAST) == GUIDE.count("rl@") == 3, "the guide names the last version of the demo"
     (block,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.S)
     tree = tomllib.loads(block)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from rollmill.signals import KINDS, Signals
 from tests.gateway.conftest import LIVE, USER, Answers, Mill
 from tests.gateway.stand_in import StandIn
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "learn-from-your-users.md"
 SNIPPET = Path(__file__).parents[2] / "examples" / "signals.js"
 EXPECTED = [
     ("accepted", 1.0),
@@ -64,6 +67,22 @@ async def test_a_signal_that_makes_no_sense_is_refused(mill: Mill, answers: Answ
     with pytest.raises(GatewayError, match="401"):
         await asyncio.to_thread(Signals(door.url, "wrong").accepted, answer)
     assert door.trajectories.feedback(answer["rollmill"]["trajectory"]) == []
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_the_line_with_curl_of_the_guide(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    record = (await door.say(LIVE, [USER]))["rollmill"]
+    (line,) = re.findall(r"^\$ (curl .*)$", GUIDE.read_text(), re.M)
+    assert "http://127.0.0.1:8000/" in line and '"…"' in line
+    line = line.replace("http://127.0.0.1:8000", door.url).replace("…", record["answers"][0])
+    curl = await asyncio.create_subprocess_exec(
+        "bash", "-c", line, env={"PATH": os.environ["PATH"], "KEY": LIVE}, stdout=asyncio.subprocess.PIPE
+    )
+    told = json.loads((await curl.communicate())[0])
+    (row,) = door.trajectories.feedback(record["trajectory"])
+    assert told == {"trajectory": record["trajectory"], "feedback": row.id}
+    assert (row.kind, row.value, row.data["answer"]) == ("accepted", 1.0, record["answers"][0])
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
