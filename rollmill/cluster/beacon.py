@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 
-from rollmill.cluster.naming import describe_run
+from rollmill.cluster.naming import describe_run, need_index
 from rollmill.cluster.outbox import Outbox, bring
 from rollmill.cluster.presence import LEASE_S, LONGEST, RENEW_S, Presence
 from rollmill.cluster.run import RunDirectory
@@ -39,12 +39,13 @@ class Beacon(contextlib.AbstractContextManager["Beacon"]):
         self._thread = threading.Thread(target=self._follow, daemon=True, name="beacon")
 
     def __enter__(self) -> Beacon:
-        """Raises RollmillError if another host drives the run."""
+        """Raises RollmillError if another host drives the run, or has its index."""
         if (where := driven_elsewhere(self._run)) is not None:
             raise RollmillError(
                 f"{self._run.home_store} is driven by {where}",
                 hint=f"`rollmill stop {self._run.home_store}` stops it; a lost host is forgotten after {LEASE_S:.0f} s",
             )
+        need_index(self._run)
         self._outbox = Outbox(self._objects, self._run.path, _files(self._run))  # what was brought is not sent again
         with contextlib.suppress(*_FAILURES):
             self._look()

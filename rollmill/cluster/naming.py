@@ -3,7 +3,8 @@
     cluster/run.json   id and configuration of the run, the host and the directory where it began. No secret.
 
 On the host where it began this is its directory. On another host it is a directory in the user's cache, which may be
-lost: it has secrets of its own, which are used if the run is resumed from there.
+lost: it has secrets of its own, which are used if the run is resumed from there. A run whose index is SQLite can only
+be resumed where that file is.
 """
 
 from __future__ import annotations
@@ -67,6 +68,28 @@ def open_by_url(url: str) -> RunDirectory:
     if host == socket.gethostname() and _holds(began, id):
         return RunDirectory.open(began)
     return _in_cache(config, id)
+
+
+def need_index(run: RunDirectory) -> None:
+    """Raises ConfigError if the index of the run is a file of another host. A new one would be empty beside the run's
+    checkpoints, and its groups would be played again."""
+    database = run.config.database
+    cached = run.path.resolve().parent == Path(CACHE).expanduser().resolve()
+    if not cached or not (database or "sqlite").startswith("sqlite"):
+        return
+    if database is not None and Path(database.partition(":///")[2].partition("?")[0]).is_file():
+        return  # on a disk that both hosts have
+    try:
+        about = json.loads(Objects.open(run.home_store).get(KEY))
+        host, path = str(about["host"]), str(about["path"])
+    except (StorageError, ValueError, LookupError, TypeError):
+        host, path = "the host where it began", "RUN"
+    raise ConfigError(
+        f"the index of {run.home_store} is an SQLite database on another host: it cannot be resumed here",
+        hint=f"`rollmill train --resume {path}` on {host} continues it. A run that begins with a PostgreSQL `database` "
+        f"can be resumed on any host. If {host} is lost, `rollmill train RUN.toml --from {run.path} VERSION` starts a "
+        "new run from a version",
+    )
 
 
 def _in_cache(config: RunConfig, id: str) -> RunDirectory:

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from rollmill.cli.main import app
 from rollmill.cluster import beacon
 from rollmill.cluster.beacon import Beacon, driven_elsewhere
-from rollmill.cluster.launchers.local import terminable
-from rollmill.cluster.naming import KEY
+from rollmill.cluster.launchers.local import Local, terminable
+from rollmill.cluster.naming import KEY, describe_run, need_index
 from rollmill.cluster.presence import Presence
 from rollmill.cluster.run import RunDirectory
-from rollmill.errors import RollmillError, StorageError
+from rollmill.errors import ConfigError, RollmillError, StorageError
 from rollmill.storage.objects import Objects
 from tests.cluster.conftest import make_config
 from tests.storage.serving import new_bucket, s3_environment, s3_server
@@ -77,6 +77,34 @@ def test_a_run_of_another_host_is_seen_scaled_and_stopped_by_the_url_of_its_obje
     finally:
         driver.kill()
         driver.wait()
+
+
+def test_a_run_is_not_resumed_where_its_index_is_not(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index in SQLite is a file of the host where the run began: another host would begin an empty one."""
+    describe_run(run)
+    objects, first = Objects.open(run.home_store), socket.gethostname()
+    described = objects.get(KEY)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    monkeypatch.setattr(Local, "open", lambda *_: pytest.fail("it was started"))
+    there = RunDirectory.open(Path(str(run.home_store)))
+    assert there.path != run.path
+    for name in (str(run.home_store), str(there.path)):
+        refused = CliRunner().invoke(app, ["train", "--resume", name])
+        assert isinstance(refused.exception, ConfigError), refused.output
+        assert "is an SQLite database on another host" in str(refused.exception)
+        assert f"`rollmill train --resume {run.path}` on {first}" in str(refused.exception.hint)
+    assert not (there.path / "mill.db").exists() and objects.get(KEY) == described
+    # one that other hosts reach too
+    shared = tmp_path / "shared.db"
+    for database in (f"sqlite:///{shared}", "postgresql://mill@db/mill"):
+        shared.touch()
+        need_index(replace(there, config=there.config.model_copy(update={"database": database})))
+    shared.unlink()
+    with pytest.raises(ConfigError, match="cannot be resumed here"):
+        need_index(replace(there, config=there.config.model_copy(update={"database": f"sqlite:///{shared}"})))
 
 
 def test_a_supervisor_that_was_killed_on_this_host_is_in_nobodys_way(run: RunDirectory) -> None:
