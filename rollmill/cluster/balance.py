@@ -13,7 +13,7 @@ enough to do together, so a trainer that waits while batches are nearly empty ge
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from rollmill.config import Config
 LOOK_S = 1.0  # between two samples
 _WAITS, _IDLES = 0.1, 0.3  # shares of the time that are worth a change
 _BUSY = 0.85  # the share of the time that engines should be busy: some room for bursts
+_LATE = 5  # windows after which engines that were asked for and do not run are taken to have no place
 _FILLED = 0.25  # the share of a batch below which another engine would not make answers faster
 
 
@@ -99,30 +100,41 @@ def decide(shares: Shares, engines: int, config: BalanceConfig, *, room: bool = 
 
 
 class Balancer:
-    """Collects samples and decides when they fill a window. A change begins a new window."""
+    """Collects samples and decides when they fill a window. A change begins a new window. It decides about the engines
+    that run: those that were asked for and do not come for `_LATE` windows do not count, and no more are asked for."""
 
     def __init__(self, config: BalanceConfig, capacity: int) -> None:
         self._config, self._capacity = config, capacity
         self._size = max(1, round(config.window_s / LOOK_S))
         self._samples: list[Sample] = []
+        self._running = self._late = 0  # engines that run; looks since that number is another one than was asked for
         self._last: Decision | None = None
 
-    def add(self, sample: Sample, engines: int, *, room: bool = True) -> dict[str, Any] | None:
-        """What was decided, if that is new. `engines`: how many the run should have now. `room`: see `decide`."""
-        if len(sample.queued) != engines:
+    def add(
+        self, sample: Sample, engines: int, *, has_room: Callable[[], bool] = lambda: True
+    ) -> dict[str, Any] | None:
+        """What was decided, if that is new. `engines`: how many the run should have now. `has_room`: see `room` of
+        `decide`."""
+        running = len(sample.queued)
+        if running != self._running:
+            self._running, self._late = running, 0
+        self._late = self._late + 1 if running != engines else 0
+        if not running or 0 < self._late <= _LATE * self._size:
             self._samples.clear()  # an engine starts, or was lost: what it does then says nothing
             return None
         self._samples = [*self._samples[-(self._size - 1) :], sample] if self._size > 1 else [sample]
         if len(self._samples) < self._size:
             return None
         shares = Shares.of(self._samples, self._capacity)
-        decision = decide(shares, engines, self._config, room=room)
-        changes = decision.engines != engines
+        decision = decide(shares, running, self._config, room=not self._late and has_room())
+        if self._late:
+            decision = decision._replace(reason=f"{engines} engines are asked for, {running} run; {decision.reason}")
+        changes = decision.engines != running
         self._samples = [] if changes else self._samples[-(self._size - self._size // 4) :]  # the next look, later
         if not changes and self._last is not None and _kind(decision) == _kind(self._last):
             return None
         self._last = decision
-        return {**asdict(shares), "before": engines, "engines": decision.engines, "reason": decision.reason}
+        return {**asdict(shares), "before": running, "engines": decision.engines, "reason": decision.reason}
 
 
 def _kind(decision: Decision) -> str:

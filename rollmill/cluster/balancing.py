@@ -2,7 +2,8 @@
 
 Every decision is a `balance` event and an entry of the object cluster/balance.json, which `rollmill status` shows from
 any host. With `balance.scale = "auto"` the number is asked for as `rollmill scale` does (scale.py): the supervisor
-starts and stops engines. A decision that cannot be done, because there are too few GPUs, says so.
+starts and stops engines. A decision that cannot be done, because there are too few GPUs, says so. If engines that were
+asked for do not come, because a cluster has no place for them, the next decision says so.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from rollmill import telemetry
 from rollmill.cluster.addresses import gateway_finders
 from rollmill.cluster.balance import LOOK_S, Balancer, Sample
 from rollmill.cluster.devices import present_gpus
+from rollmill.cluster.launcher import Cluster
 from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.scale import ask_scale, read_scale, scaled
+from rollmill.cluster.scale import ask_scale, read_scale, scaled, with_counts
 from rollmill.cluster.trust import trusting
 from rollmill.errors import ConfigError, StorageError
 from rollmill.kinds import build
@@ -45,8 +47,9 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
     advice goes on."""
 
     def __init__(self, run: RunDirectory, stage: StageSection) -> None:
-        self._elsewhere = build(run.config.cluster).elsewhere
-        self._run = replace(run, ports={}) if self._elsewhere else run  # where the gateways are, is in the store then
+        self._cluster: Cluster = build(run.config.cluster)
+        elsewhere = self._cluster.elsewhere  # then the store says where the gateways are
+        self._run = replace(run, ports={}) if elsewhere else run
         self._stage, self._config = stage, run.config.balance
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="balance")
@@ -70,11 +73,28 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
                     continue
                 now = scaled(self._run, read_scale(self._run)).config
                 count = sum(spec.region == region for spec in now.engine_specs)
-                decided = balancer.add(sample, count, room=self._elsewhere or has_room(now))
+                decided = balancer.add(sample, count, has_room=functools.partial(self._has_room, now))
                 if decided is not None:
                     self._record(decided)
             except Exception as error:  # the next look may succeed
                 log.debug("no look at the balance: %r", error)
+
+    def _has_room(self, now: RunConfig) -> bool:
+        """Whether there is a place for one more engine. A cluster only says what it has, not what is free: whether the
+        engine came is seen later."""
+        if not self._cluster.elsewhere:
+            return has_room(now)
+        try:
+            self._check(now.engines[0].count + 1)  # the first table is of the home region
+            return True
+        except ConfigError:
+            return False
+
+    def _check(self, count: int) -> None:
+        """Raises ConfigError if the cluster has too little for `count` engines in the first table. Only a supervisor
+        may ask: `rollmill scale` is given on hosts that do not reach the cluster."""
+        home = self._run.config.regions[0]
+        self._cluster.check(with_counts(self._run.config, {**read_scale(self._run), home: count}))
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
@@ -95,7 +115,10 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
         told = {**decided, "done": done}
         if done:
             try:
-                ask_scale(self._run, [f"engines={self._count(decided)}"])
+                count = self._count(decided)
+                if self._cluster.elsewhere and decided["engines"] > decided["before"]:
+                    self._check(count)
+                ask_scale(self._run, [f"engines={count}"])
             except ConfigError as error:  # there are too few GPUs
                 told |= {"done": False, "reason": f"{decided['reason']}; not done: {error.message}"}
         telemetry.emit("balance", **told)

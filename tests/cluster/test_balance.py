@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,16 @@ import pytest
 
 from benchmarks.balance import simulate
 from rollmill import telemetry
+from rollmill.cluster.addresses import key_of
 from rollmill.cluster.balance import BalanceConfig, Balancer, Sample, Shares, decide, describe
 from rollmill.cluster.balancing import Balance, has_room, read_decisions
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.launcher import Launcher
+from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.scale import read_scale
+from rollmill.config import Config
+from rollmill.errors import ConfigError
 from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 
@@ -71,6 +77,23 @@ def test_a_decision_needs_a_window_and_is_said_once() -> None:
     changes = [told for _ in range(20) if (told := balancer.add(starved, 2)) is not None]
     assert changes[0]["before"] == 2 and changes[0]["engines"] > 2 and changes[0]["waits"] > 0
     assert balancer.add(starved, 4) is None  # two of the four engines are not there yet
+
+
+def test_engines_that_do_not_come_are_not_waited_for_for_ever() -> None:
+    balancer = Balancer(BalanceConfig(window_s=4), capacity=8)
+    starved, idle = Sample(False, [8, 8]), Sample(True, [0, 0])
+
+    def told(sample: Sample, looks: int) -> list[str]:
+        return [describe(told) for _ in range(looks) if (told := balancer.add(sample, 4)) is not None]
+
+    assert told(starved, 5 * 4) == [], "they may still start"
+    [said] = told(starved, 40)
+    assert said.startswith("2 engines: 4 engines are asked for, 2 run; the trainer waits 100%")
+    assert said.endswith("more engines would help, but no core or GPU is left for one")
+    assert told(Sample(False, [8, 8, 8]), 5 * 4) == [], "one came: the next may too"
+    assert told(idle, 5 * 4) == []
+    assert told(idle, 4)[0].startswith("2 → 1 engines (advice): 4 engines are asked for, 2 run; ")
+    assert told(Sample(False, []), 100) == []
 
 
 def test_the_number_of_engines_follows_a_simulated_load_that_shifts() -> None:
@@ -127,3 +150,63 @@ def test_a_run_does_what_was_decided_if_it_may_and_keeps_the_reason(
     if mode != "off":
         word = "(done)" if mode == "auto" else "(advice)"
         assert decided[0].startswith(f"1 → 2 engines {word}: the trainer waits 100% of the time")
+
+
+class SmallConfig(Config):
+    places: int
+
+
+class Small:
+    """`[cluster] kind = "tests.cluster.test_balance:Small"`: a cluster with `places` for engines, so it says."""
+
+    elsewhere = True
+
+    def __init__(self, config: SmallConfig) -> None:
+        self._places = config.places
+
+    def check(self, config: RunConfig) -> None:
+        if len(config.engine_specs) > self._places:
+            raise ConfigError(f"the cluster has {self._places} places")
+
+    def open(self, run: RunDirectory) -> Launcher:
+        raise NotImplementedError
+
+    def submit(self, run: RunDirectory) -> None: ...
+
+    def collect(self, run: RunDirectory) -> str | None:
+        return None
+
+    def halt(self, run: RunDirectory) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("places", "asked", "said"),
+    [
+        (2, {}, ["2 engines: *: more engines would help, but no core or GPU is left for one"]),
+        (3, {}, ["2 → 4 engines (advice): *; not done: the cluster has 3 places"]),
+        (4, {"home": 4}, ["2 → 4 engines (done): *", "2 engines: 4 engines are asked for, 2 run; *"]),
+    ],
+)
+def test_a_cluster_without_room_and_engines_that_never_come(
+    make_run: Callable[..., RunDirectory],
+    monkeypatch: pytest.MonkeyPatch,
+    places: int,
+    asked: dict[str, int],
+    said: list[str],
+) -> None:
+    monkeypatch.setattr("rollmill.cluster.balancing.LOOK_S", 0.01)
+    cluster = f"cluster={{kind='tests.cluster.test_balance:Small',places={places}}}"
+    run = make_run(cluster, "engines=[{count=2}]", "balance.scale=auto", "balance.window_s=1")
+    telemetry.open_events(run.events, "supervisor")
+    Objects.open(run.home_store).put(key_of("gateway"), json.dumps({"url": run.url("gateway")}).encode())
+    stage = run.config.stages[-1]
+    ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+    ledger.start_group("g", "task", 1, pace=Pace(4, 1, 0), ids=["g-0"])
+    engine = {"region": "home", "alive": True, "queued": run.config.engine.max_batch}
+    with health(run.ports["gateway"], {"engines": [engine] * 2}), Balance(run, stage):
+        while len(read_decisions(run)) < len(said):
+            time.sleep(0.01)
+    decided = [describe(each) for each in read_decisions(run)]
+    for told, pattern in zip(decided, said, strict=False):
+        assert re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), told), told
+    assert read_scale(run) == asked
