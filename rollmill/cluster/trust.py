@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import ssl
 
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.tls import client_context, server_context
+
+
+def check_tls(config: RunConfig) -> None:
+    """Raises ConfigError if a file of [tls] cannot be used on this host."""
+    if config.tls is not None:
+        server_context(config.tls.cert, config.tls.key)
+        client_context(config.tls.ca)
 
 
 def server_tls(run: RunDirectory) -> ssl.SSLContext | None:

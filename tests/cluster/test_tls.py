@@ -18,12 +18,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from rollmill import tls
-from rollmill.cluster.launchers.local import Local, LocalLauncher
+from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.trust import trusting
 from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
 from rollmill.errors import ConfigError, MachineError, StorageError
+from rollmill.kinds import build
 from rollmill.storage.objects import Objects
+from tests.cluster.conftest import make_config
 from tests.cluster.served import published_run
 from tests.e2e.test_kill import pid_of
 
@@ -160,15 +162,20 @@ async def test_machines_of_another_host_need_a_certificate_that_names_it(
             await runner.cleanup()
 
 
+ON_RAY = ("cluster.kind=ray", "store=s3://bucket", "database=postgresql://mill@db/mill")
+
+
+@pytest.mark.parametrize("where", [(), ON_RAY], ids=["local", "ray"])
 def test_files_that_cannot_be_used_are_refused_before_anything_starts(
-    make_run: Callable[..., RunDirectory], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[str, ...]
 ) -> None:
-    settings = make_ca(tmp_path / "tls", "127.0.0.1")
-    Local().check(make_run(*settings).config)
+    monkeypatch.setattr("rollmill.cluster.launchers.ray.connect", lambda address: None)  # there is no cluster
+    monkeypatch.setattr("rollmill.cluster.launchers.ray.check_room", lambda ray, config: None)
+    config = make_config(*make_ca(tmp_path, "127.0.0.1"), *where)
+    build(config.cluster).check(config)
     for name, complaint in (("host.key", "tls.cert"), ("ca.pem", "tls.ca")):
-        (tmp_path / "tls" / name).write_text("nonsense")
+        (tmp_path / name).write_text("nonsense")
         with pytest.raises(ConfigError, match=complaint) as raised:
-            Local().check(make_run("name=other", *settings).config)
+            build(config.cluster).check(config)
         assert raised.value.hint
-        make_ca(tmp_path / "tls", "127.0.0.1")
-        (tmp_path / "other").rename(tmp_path / f"was-{name}")
+        make_ca(tmp_path, "127.0.0.1")

@@ -27,9 +27,9 @@ from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.presence import Presence
 from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.trust import check_tls
 from rollmill.errors import RollmillError
 from rollmill.storage.objects import Objects
-from rollmill.tls import client_context, server_context
 
 RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
 COMMAND = "from rollmill.cli.main import main; main()"
@@ -59,9 +59,7 @@ class Local:
     elsewhere = False
 
     def check(self, config: RunConfig) -> None:
-        if config.tls is not None:
-            server_context(config.tls.cert, config.tls.key)
-            client_context(config.tls.ca)
+        check_tls(config)
         if not outside_world():
             give_out(config, present_gpus())
 

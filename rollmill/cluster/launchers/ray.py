@@ -34,6 +34,7 @@ from rollmill.cluster.naming import PASSWORD, describe_run
 from rollmill.cluster.outbox import bring
 from rollmill.cluster.presence import Presence
 from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.trust import check_tls
 from rollmill.config import Config
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.storage.objects import Objects
@@ -79,6 +80,7 @@ class Ray:
                 "the URL of the database has a password, and a run on Ray keeps its configuration in the store",
                 hint="leave it out of the URL, and put it into ~/.pgpass on the nodes",
             )
+        check_tls(config)  # the command is given on a node, and the files are at these paths on every one
         check_room(connect(self.config.address), config)
 
     def open(self, run: RunDirectory) -> RayLauncher:
