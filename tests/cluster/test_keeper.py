@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,28 +49,42 @@ def test_a_stop_that_comes_while_the_supervisor_starts_is_not_lost(
 
 
 class StandInRay:
-    """Ray with one actor per name. `answers`: what its keepers answer to each `poll`; an exception is raised."""
+    """Ray with one actor per name. `answers`: what its keepers answer to each `poll`, and to `meeting`; an exception is
+    raised. `placed`: what Ray was asked for, by actor or placement group. It has a node in each of `regions`."""
 
     class exceptions:
         class RayError(Exception): ...
 
         class ActorDiedError(RayError): ...
 
-    def __init__(self, *answers: Any, named: list[str]) -> None:
+    def __init__(self, *answers: Any, named: list[str], regions: Sequence[str] = (), gpus: int = 0) -> None:
         self.answers, self.named, self.begun = list(answers), named, 0
-        self.util = self.poll = self.begin = self
+        self.util = self.poll = self.begin = self.meeting = self.scheduling_strategies = self
+        self.placed: dict[str, Any] = {}
+        self._regions, self._gpus = regions, gpus
 
     def nodes(self) -> list[Any]:
-        return []
+        return [{"Alive": True, "Labels": {"region": region}} for region in self._regions]
 
     def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 8}
+        return {"CPU": 8, "GPU": self._gpus}
 
     def list_named_actors(self) -> list[str]:
         return self.named
 
-    def options(self, **_: Any) -> StandInRay:
+    def options(self, **options: Any) -> StandInRay:
+        self.placed[options["name"].partition("/")[2]] = options
         return self
+
+    def get_placement_group(self, name: str) -> Any:
+        raise ValueError(name)
+
+    def placement_group(self, bundles: list[Any], strategy: str, name: str, **options: Any) -> str:
+        self.placed[name] = {"bundles": bundles, "strategy": strategy, **options}
+        return name
+
+    def PlacementGroupSchedulingStrategy(self, group: str, placement_group_bundle_index: int) -> tuple[str, int]:
+        return group, placement_group_bundle_index
 
     def remote(self, *arguments: Any) -> StandInRay:
         self.begun += len(arguments) == 6  # `begin` has six
@@ -79,7 +93,7 @@ class StandInRay:
     def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         return refs, []
 
-    def get(self, ref: Any) -> Any:
+    def get(self, ref: Any, timeout: float | None = None) -> Any:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -116,3 +130,49 @@ def test_a_keeper_that_cannot_start_ends_the_run_and_says_why(watched: Any, run:
 def test_a_role_lost_together_with_its_supervisor_is_recorded_as_restarted(watched: Any, run: RunDirectory) -> None:
     ray = StandInRay((None, None, ""), named=[f"{run.id}/gateway", f"{run.id}/supervisor"])
     assert [event["target"] for event in watched(ray)] == ["gateway"] and ray.begun == 1
+
+
+LABELS = {"trainer": {"accelerator": "h200"}, "engine-away": {"disk": "fast"}, "gateway": {"region": "edge"}}
+
+
+def test_roles_are_placed_by_region_and_label_and_engines_far_from_each_other(
+    make_run: Callable[..., RunDirectory],
+) -> None:
+    run = make_run("engines=[{},{region='away',count=2}]", "gateway.replicas=2")
+
+    def place(ray: StandInRay, labels: dict[str, dict[str, str]]) -> dict[str, Any]:
+        launcher = RayLauncher(run, ray, "/nowhere", labels)
+        for role in ("gateway", "gateway-2", "dispatcher", "engine-home", "engine-away", "engine-away-2"):
+            launcher.start(role, service=True)
+        launcher.start("trainer", "rl", threads=3)
+        return {role: (each.get("label_selector"), each["scheduling_strategy"]) for role, each in ray.placed.items()}
+
+    assert place(StandInRay(named=[], regions=("home", "away", "edge")), LABELS) == {
+        "gateway": ({"region": "edge"}, "DEFAULT"),
+        "gateway-2": ({"region": "edge"}, "SPREAD"),
+        "dispatcher": ({"region": "home"}, "DEFAULT"),
+        "engine-home": ({"region": "home"}, "SPREAD"),
+        "engine-away": ({"region": "away", "disk": "fast"}, "SPREAD"),
+        "engine-away-2": ({"region": "away", "disk": "fast"}, "SPREAD"),
+        "trainer": ({"region": "home", "accelerator": "h200"}, "DEFAULT"),
+    }
+    alike = place(StandInRay(named=[]), {})  # nodes without labels
+    assert {selector for selector, _ in alike.values()} == {None} and alike["engine-home"][1] == "SPREAD"
+
+
+@pytest.mark.parametrize(("gpus", "bundle"), [(0, {"CPU": 3}), (4, {"CPU": 1, "GPU": 1})])
+def test_ranks_are_placed_together(make_run: Callable[..., RunDirectory], gpus: int, bundle: dict[str, int]) -> None:
+    run = make_run("device=auto", "stages.rl.training.ranks=2")
+    ray = StandInRay(("10.0.0.7", 1234), named=[], regions=("home",), gpus=gpus)
+    RayLauncher(run, ray, "/nowhere", LABELS).start("trainer", "rl", threads=3, ranks=2)
+    selector = {"region": "home", "accelerator": "h200"}
+    group = f"{run.id}/trainer"
+    assert ray.placed.pop(group) == {
+        "bundles": [bundle] * 2,
+        "strategy": "PACK",
+        "lifetime": "detached",
+        "bundle_label_selector": [selector] * 2,
+    }
+    places = [(each["scheduling_strategy"], each["num_cpus"], each["num_gpus"]) for each in ray.placed.values()]
+    assert places == [((group, rank), bundle["CPU"], bundle.get("GPU", 0)) for rank in range(2)]
+    assert not any("label_selector" in each for each in ray.placed.values()) and ray.begun == 2
