@@ -137,6 +137,18 @@ def test_the_folders_of_weights_import_downwards_only(name: str) -> None:
                 assert other in WEIGHTS[: mine + 1], f"{name} imports {target}, which is not below it"
 
 
+def test_ray_is_imported_in_one_module() -> None:
+    """Everything else is handed what that module connected to: a run without Ray needs none, and tests stand in."""
+    users = {
+        name
+        for name, path in MODULES.items()
+        for node in ast.walk(tree(path))
+        for target in imported(node)
+        if target.split(".")[0] == "ray"
+    }
+    assert users == {"rollmill.cluster.launchers.ray_cluster"}
+
+
 def test_every_package_has_an_init() -> None:
     for path in SOURCES:
         if path.parent != ROOT and path.parts[len(ROOT.parts)] in ("rollmill", "tests", "benchmarks"):
