@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
@@ -29,6 +31,7 @@ LLAMA_1B = dense(
     vocab_size=128256, layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, mlp_width=8192, tie_embeddings=True
 )
 LLAMA_8B_PART = dense(vocab_size=32000, layers=8, width=4096, heads=32, kv_heads=8, head_dim=128, mlp_width=14336)
+LLAMA_8B = dense(vocab_size=128256, layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, mlp_width=14336)
 MIXTURE = ModelConfig(
     vocab_size=49152,
     layers=16,
@@ -138,6 +141,24 @@ def test_a_model_that_does_not_fit() -> None:
     planned = plan(large, H200, 16)
     assert planned.trainer.ranks >= planned.trainer.least_ranks == 9
     assert planned.trainer.bytes < H200.memory
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "tokens"),
+    [(1, LLAMA_1B, 4000), (8, LLAMA_8B, 8000), (64, qwen3_30b(48), 16000), (512, qwen3_30b(48), 16000)],
+)
+def test_the_layouts_of_the_guide(gpus: int, model: ModelConfig, tokens: int) -> None:
+    guide = (ROOT / "docs" / "guides" / "many-gpus.md").read_text()
+    [row] = re.findall(rf"^\| {gpus} \|.*$", guide, re.MULTILINE)
+    planned = plan(config().model_copy(update={"model": model}), H200, gpus, tokens)
+    layout = f"{planned.trainer.ranks} ranks and {planned.engine.engines} engines"
+    assert ("trainer and engine share it" if planned.shared else layout) in row
+    [seconds] = re.findall(r"takes ([\d.]+) s ", row)
+    assert f"{planned.step_seconds:.{len(seconds.partition('.')[2])}f}" == seconds
+    if "the same model" not in row:
+        assert f"rollouts of {tokens:,} tokens" in row and f"a step of {planned.step_tokens:,.0f} tokens takes" in row
+    if model.experts:
+        assert f"({planned.delta_bytes / 1e9:.1f} GB at the demo's learning rate)" in guide
 
 
 def test_the_command() -> None:
