@@ -18,7 +18,7 @@ REGIONS = "engines=[{count=2},{region='away'}]"
 
 
 class StandInRay:
-    """A cluster with so many GPUs, and a node per region; `lost` nodes are dead."""
+    """A cluster with `gpus` GPUs and one node per region. Nodes of `lost` regions are dead."""
 
     def __init__(self, gpus: int = 0, regions: tuple[str, ...] = (), lost: tuple[str, ...] = ()) -> None:
         self._gpus, self._alive, self._lost = gpus, regions, lost
