@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any, NoReturn
 
+from pydantic_core import from_json
+
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.trajectories.storable import DEEPEST_JSON, check_depth
 
@@ -13,18 +15,42 @@ from rollmill.trajectories.storable import DEEPEST_JSON, check_depth
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`. Refuses non-finite numbers and deep nesting. Replaces lone surrogates."""
     try:
+        tree = from_json(body, allow_inf_nan=False)
+        plain = _is_plain(tree, DEEPEST_JSON)
+    except ValueError:
+        plain = False
+    if not plain:  # rare: `from_json` takes a quarter of the time, and accepts less
+        tree = _parse_slowly(body)
+    if not isinstance(tree, dict):
+        raise GatewayError(f"the request body must be a JSON object, got {short(tree)}")
+    return tree
+
+
+def _is_plain(value: Any, levels: int) -> bool:
+    """Whether a parsed value has no float that is not finite, and is nested less than `levels` deep."""
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)
+    if kind is not dict and kind is not list:
+        return True
+    if levels == 1:
+        return False
+    for item in value.values() if kind is dict else value:
+        if type(item) is not str and type(item) is not int and not _is_plain(item, levels - 1):
+            return False
+    return True
+
+
+def _parse_slowly(body: bytes) -> Any:
+    """As `parse_object`, with messages that say what is wrong."""
+    try:
         tree = json.loads(body, parse_constant=_refuse_number, parse_float=_finite)
-        if b"\\u" in body:  # an escape can be a lone surrogate, which no tokenizer and no database accepts
-            tree = _whole_characters(tree)
-        if body.count(b"[") + body.count(b"{") >= DEEPEST_JSON:  # fewer brackets cannot be nested so deep
-            check_depth("the request body", tree)
+        check_depth("the request body", tree)
+        return _whole_characters(tree)
     except TrajectoryError as error:
         raise GatewayError(error.message) from None
     except (ValueError, RecursionError) as error:
         raise GatewayError(f"the request body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(tree, dict):
-        raise GatewayError(f"the request body must be a JSON object, got {short(tree)}")
-    return tree
 
 
 def short(value: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import parse_object
+from rollmill.gateway.body import _parse_slowly, parse_object
 from rollmill.gateway.dialect import Limits
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_turn, read_entries
@@ -127,6 +128,24 @@ def store(database_url: str, tmp_path: Any) -> TrajectoryStore:
 def test_a_body_that_could_not_be_recorded_is_refused(body: bytes, says: str) -> None:
     with pytest.raises(GatewayError, match=says):
         parse_object(body)
+
+
+@given(tree=JSON, cut=st.integers(0, 40), ascii=st.booleans())
+@example([float("inf"), 1e22, -0.0, 2**64, "\ud800", "\0\u2028é"], 0, True)
+@example(functools.reduce(lambda inner, _: [inner], range(61), "deep"), 0, True)
+@example(functools.reduce(lambda inner, _: {"a": inner}, range(62), {}), 0, True)
+@example(functools.reduce(lambda inner, _: [inner], range(63), [1]), 0, True)
+def test_the_quick_parser_and_the_slow_one_agree(tree: Any, cut: int, ascii: bool) -> None:
+    text = json.dumps({"a": tree}, ensure_ascii=ascii).encode(errors="replace")
+    body = text[: max(1, len(text) - cut)]
+
+    def outcome(parse: Callable[[bytes], Any]) -> str:
+        try:
+            return repr(parse(body))
+        except GatewayError as error:
+            return error.message
+
+    assert outcome(parse_object) == outcome(_parse_slowly)
 
 
 def test_lone_surrogates_are_replaced() -> None:
