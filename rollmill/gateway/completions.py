@@ -179,7 +179,7 @@ class Completions:
         self._router.refuse_at_overload(request.model, bare)
         plan = await self._plan(session, request, ask)
         if stream is not None:
-            stream.prompt_tokens = len(plan.context)
+            stream.prompt_tokens = len(plan.tokens)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
             answer, failure = await self._sample(session, plan, flight, request, stream, index)
             async with session.lock:
@@ -195,7 +195,7 @@ class Completions:
             raise _ended()
         if failure is not None:
             raise failure
-        return Recorded(segment, answer, len(plan.context))
+        return Recorded(segment, answer, len(plan.tokens))
 
     async def _plan(self, session: Session, request: ModelRequest, ask: Ask) -> Plan:
         prompt, declared = request.prompt, read_declared(ask.http.headers)
@@ -227,7 +227,7 @@ class Completions:
         """The answer, and why it is not complete if no engine could go on with it."""
         failure: GatewayError | None = None
         facts, sampling = session.facts, request.sampling
-        ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version, facts.line)
+        ask = GenerateRequest(plan.cache, plan.tokens, sampling, facts.traffic, facts.min_version, facts.line)
         ask.top_logprobs = request.top_logprobs
         one_call = request.one_call and bool(plan.tools) and can_cut(self._format)
         first_call = FirstCall(self._format, self._tokenizer, plan.tools) if one_call else None
@@ -268,7 +268,7 @@ class Completions:
             wait.end()
             await chunks.aclose()
         if not builder.tokens and builder.finish == "length":
-            raise _too_long(len(plan.context))
+            raise _too_long(len(plan.tokens))
         return builder.build(None if request.prompt is not None else self._format, plan.tools), failure
 
     async def _record(self, session: Session, turn: Turn) -> None:

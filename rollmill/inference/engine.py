@@ -22,7 +22,7 @@ and /metrics.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -99,7 +99,7 @@ class GenerateRequest:
     """
 
     session: str
-    tokens: list[int]
+    tokens: Sequence[int]
     sampling: Sampling
     traffic: TrafficClass = "rollout"
     min_version: int = 0  # wait until the served version number is at least this: how staleness 0 is kept

@@ -56,7 +56,7 @@ def body_of(request: GenerateRequest, endpoint: EngineEndpoint, stream: bool = F
         raise GatewayError("this engine cannot follow a JSON schema or a forced tool_choice", hint="leave it out")
     body: dict[str, Any] = {
         "model": endpoint.model,
-        "prompt": request.tokens,
+        "prompt": list(request.tokens),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -393,7 +393,7 @@ def _rest(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
         return request
     # the same seed: engines draw by (seed, position), so the answer continues as it would have
     rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(sampled))
-    return replace(request, tokens=request.tokens + sampled, sampling=rest, answered=request.answered + len(sampled))
+    return replace(request, tokens=[*request.tokens, *sampled], sampling=rest, answered=request.answered + len(sampled))
 
 
 def _ended(request: GenerateRequest, sampled: list[int]) -> GenerateChunk | None:

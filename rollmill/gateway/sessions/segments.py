@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from pydantic_core import to_json
@@ -209,6 +209,27 @@ class OpenSegment:
     def _mark(self, mark: Mark) -> None:
         if self.marks[-1][:3] != mark[:3]:  # a repeated request starts at an existing mark
             self.marks.append(mark)
+
+
+class Continued(Sequence[int]):
+    """The tokens that a segment has now, and a prompt behind them. The list of all is made only for who reads it: most
+    engines get JSON that is kept (`encoded_with`), and a conversation may be long."""
+
+    def __init__(self, segment: OpenSegment, prompt: list[int]) -> None:
+        self._segment, self._prompt, self._shared = segment, prompt, segment.length
+
+    def __len__(self) -> int:
+        return self._shared + len(self._prompt)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._segment.slice(0, self._shared) + self._prompt)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return list(self)[index]
 
 
 def same_message(recorded: Message, sent: Message) -> bool:

@@ -29,7 +29,7 @@ from rollmill.chat.format import ChatFormat, HistoryRewritten, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.sessions.causes import Declared, DeclaredCause, is_within, proven_cause
 from rollmill.gateway.sessions.flights import Flight
-from rollmill.gateway.sessions.segments import Answer, Mark, OpenSegment, Turn
+from rollmill.gateway.sessions.segments import Answer, Continued, Mark, OpenSegment, Turn
 from rollmill.gateway.sessions.waits import Waits
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import STRICT, Int31
@@ -84,11 +84,11 @@ def check_id(text: object) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a request continues the session: `context` goes to the engine, `prompt` is the new part of it."""
+    """How a request continues the session: `tokens` go to the engine, `prompt` is the new part of them."""
 
     segment: str
     cache: str  # the name of its KV cache at the engines: of the segment, or its own if another answer is in flight
-    context: list[int]
+    tokens: Sequence[int]
     prompt: list[int]
     messages: list[Message]
     tools: list[Tool]
@@ -96,7 +96,12 @@ class Plan:
     inherited: int = 0  # number of recorded messages that come before `messages`
     parent: tuple[str, int] | None = None
     cause: Cause = "start"
-    encoded: bytes | None = None  # JSON of `context`, if there is one
+    encoded: bytes | None = None  # JSON of `tokens`, if there is one
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens as a new list."""
+        return list(self.tokens)
 
     def turn(self, answer: Answer) -> Turn:
         return Turn(
@@ -216,7 +221,7 @@ class Session:
             return Plan(
                 base.id,
                 cache,
-                base.tokens + prompt,
+                Continued(base, prompt),
                 prompt,
                 new,
                 tools,
@@ -246,7 +251,7 @@ class Session:
         return Plan(
             segment=id,
             cache=id,
-            context=tokens,
+            tokens=tokens,
             prompt=tokens[shared:],
             messages=new,
             tools=[],
@@ -277,7 +282,7 @@ class Session:
             free = plan.segment not in self.segments
             return (plan if free else replace(plan, segment=self._next_id())).turn(answer)
         base = next(iter(self.segments.values())) if plan.opens else self.segments[plan.segment]
-        start = len(plan.context) - len(plan.prompt)
+        start = len(plan.tokens) - len(plan.prompt)
         if not plan.opens and base.length == start:
             return plan.turn(answer)
         return self._fork(base, start, plan).turn(answer)
@@ -322,13 +327,13 @@ class Session:
         # Tokens may agree beyond the mark, up to the base's next answer: an edited message may keep its beginning.
         inner = mark.kind != "prompt" and index + 1 < len(base.marks)
         following = base.marks[index + 1].tokens if inner else mark.tokens
-        agreed = _common(rendered, base.tokens[mark.tokens : following])
+        agreed = _common(rendered, base.slice(mark.tokens, following))
         asked_again = not new and mark == base.marks[-2]
         id = self._next_id()
         return Plan(
             segment=id,
             cache=id,
-            context=base.tokens[: mark.tokens] + rendered,
+            tokens=base.slice(0, mark.tokens) + rendered,
             prompt=rendered[agreed:],
             messages=new,
             tools=tools,
@@ -343,7 +348,7 @@ class Session:
         far as the base got the same ones."""
         places = [(mark.messages, mark.tokens) if mark.kind != "prompt" else None for mark in base.marks]
         following = base.marks[places.index((plan.inherited, start)) + 1].tokens
-        agreed = _common(plan.prompt, base.tokens[start:following])
+        agreed = _common(plan.prompt, base.slice(start, following))
         return replace(
             plan,
             segment=self._next_id() if plan.cache in self.segments else plan.cache,
