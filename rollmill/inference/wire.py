@@ -6,11 +6,13 @@ it. Unknown fields are ignored: the other process may be newer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Base64UrlBytes, Field, TypeAdapter
+from pydantic_core import to_json
 
 from rollmill.errors import EngineError
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
@@ -65,10 +67,15 @@ _CHUNKS = TypeAdapter(list[_Chunk])
 
 def request_to_json(request: GenerateRequest, *, stream: bool = False, tokens: bytes | None = None) -> bytes:
     """`tokens`: JSON of the request's tokens. Making it takes most of the time if there are many."""
-    if tokens is None:
-        return _REQUEST.dump_json(_Request(**vars(request), stream=stream))
-    rest = _REQUEST.dump_json(_Request(**{**vars(request), "tokens": []}, stream=stream))
-    return rest.replace(b'"tokens":[]', b'"tokens":' + tokens, 1)  # no text before it has quotation marks of its own
+    rest = {name: value for name, value in vars(request).items() if name not in ("session", "tokens")}
+    tokens = to_json(list(request.tokens)) if tokens is None else tokens
+    return b"".join([b'{"session":', to_json(request.session), b',"tokens":', tokens, _rest_of_request(stream, **rest)])
+
+
+@functools.lru_cache(maxsize=64)
+def _rest_of_request(stream: bool, **rest: Any) -> bytes:
+    """JSON of all but session and tokens, which begins with a comma. Most requests have the same."""
+    return _REQUEST.dump_json(_Request("", [], stream=stream, **rest)).removeprefix(b'{"session":"","tokens":[]')
 
 
 def request_from_json(data: bytes) -> tuple[GenerateRequest, bool]:
@@ -88,13 +95,36 @@ def chunk_from_json(data: bytes) -> GenerateChunk:
 
 
 def chunks_from_json(lines: Sequence[bytes]) -> list[GenerateChunk]:
-    """One chunk per line. They are parsed together: to start the parser takes longer than most lines."""
+    """The chunks of these lines, parsed together: to start the parser takes longer than most lines. Chunks that differ
+    only in their tokens become one."""
     if len(lines) == 1:
         return [chunk_from_json(lines[0])]
     parsed = _parse(_CHUNKS, b"[%b]" % b",".join(lines), "chunks")
     if len(parsed) != len(lines):
         raise EngineError("chunks: a line must be one JSON object")
-    return list(map(_checked, parsed))
+    return [_checked(_joined(parsed))] if _are_alike(parsed) else list(map(_checked, parsed))
+
+
+def _are_alike(chunks: Sequence[_Chunk]) -> bool:
+    """Whether they are one chunk of the same tokens: what is said of an answer's end, only the last one says."""
+    last = chunks[-1]
+    return all(
+        len(chunk.tokens) == len(chunk.logprobs) == len(chunk.policy)
+        and chunk.policies == last.policies
+        and chunk.missing == last.missing
+        and chunk.routes is None
+        and not (chunk.kept or chunk.top_logprobs)
+        and (chunk is last or not (chunk.finish or chunk.timing or chunk.oldest_kv_policy or chunk.cached_tokens))
+        for chunk in chunks
+    )
+
+
+def _joined(chunks: Sequence[_Chunk]) -> _Chunk:
+    last = chunks[-1]
+    last.tokens = [token for chunk in chunks for token in chunk.tokens]
+    last.logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    last.policy = [index for chunk in chunks for index in chunk.policy]
+    return last
 
 
 def _checked(parsed: _Chunk) -> GenerateChunk:

@@ -8,7 +8,7 @@ import pytest
 
 from rollmill.errors import EngineError
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
-from rollmill.inference.wire import chunk_from_json, chunk_to_json, request_from_json, request_to_json
+from rollmill.inference.wire import chunk_from_json, chunk_to_json, chunks_from_json, request_from_json, request_to_json
 from rollmill.types import PolicyRef, Sampling
 
 REQUEST = GenerateRequest(
@@ -63,6 +63,28 @@ def test_a_chunk_survives_the_wire_bit_for_bit() -> None:
 def test_a_chunk_of_a_dense_model_in_the_middle_of_an_answer() -> None:
     chunk = GenerateChunk([1], [-2.0], [0], [OLD])
     assert chunk_from_json(chunk_to_json(chunk)) == chunk
+
+
+def test_chunks_that_come_together_become_one_only_if_nothing_is_lost() -> None:
+    first, second = GenerateChunk([1, 2], [-1.0, -2.0], [0, 0], [OLD]), GenerateChunk([3], [-3.0], [0], [OLD])
+    last = GenerateChunk([4], [-4.0], [0], [OLD], finish="stop", oldest_kv_policy=OLD, timing={"total_seconds": 1.0})
+    whole = replace(last, tokens=[1, 2, 3, 4], logprobs=[-1.0, -2.0, -3.0, -4.0], policy=[0, 0, 0, 0])
+    assert chunks_from_json(list(map(chunk_to_json, [first, second, last]))) == [whole]
+    for other in (
+        replace(second, policies=[NEW]),
+        replace(second, kept=[b"\1\5\0\0\0"]),
+        replace(second, top_logprobs=[[(3, -3.0)]]),
+        replace(second, missing="log-probs"),
+        replace(second, finish="abort"),
+        replace(second, timing={"requeue_seconds": 2.0}),
+    ):
+        assert chunks_from_json(list(map(chunk_to_json, [first, other, last]))) == [first, other, last]
+    routed = replace(second, routes=np.zeros((1, 2, 2), np.uint16))
+    assert len(chunks_from_json(list(map(chunk_to_json, [first, routed, last])))) == 3
+    # each is wrong, and joined they would look right
+    wrong = [replace(first, logprobs=[-1.0]), replace(second, logprobs=[-3.0, -3.0])]
+    with pytest.raises(EngineError, match="one entry per token"):
+        chunks_from_json(list(map(chunk_to_json, wrong)))
 
 
 @pytest.mark.parametrize(

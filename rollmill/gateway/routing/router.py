@@ -180,7 +180,8 @@ class Router:
             account.queue_s += time.perf_counter() - queued
             try:
                 line = target.line or (engine.policy.line if engine.policy else "")
-                rest = replace(_rest(request, sampled), line=line)
+                rest = _rest(request, sampled)
+                rest = rest if rest.line == line else replace(rest, line=line)
                 encoded = None if sampled else encoded
                 async with contextlib.aclosing(self._ask(engine, rest, stream, encoded)) as arriving:
                     async for arrived in arriving:
