@@ -8,6 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,11 @@ def children(host: NamespaceHost) -> tuple[list[int], list[int]]:
     return found
 
 
+def wait_for(state: Callable[[], object]) -> None:
+    while not state():
+        time.sleep(0.005)
+
+
 async def test_a_killed_keeper_is_replaced(any_host: NamespaceHost) -> None:
     first = await any_host.create(BUILT_IN, {"a": b"1"})
     keepers, _ = children(any_host)
@@ -58,6 +65,24 @@ async def test_a_killed_keeper_is_replaced(any_host: NamespaceHost) -> None:
     assert [result.exit_code for result in results] == [0] * 16
     assert await first.read("a") == b"1", "a machine does not need its keeper"
     await asyncio.gather(*(machine.close() for machine in [first, *machines]))
+
+
+async def test_a_machine_that_died_before_anyone_used_it_is_not_handed_out(host: NamespaceHost) -> None:
+    await (await host.create(BUILT_IN)).close()
+    assert host._process is not None
+    await asyncio.to_thread(wait_for, lambda: children(host)[1])
+    os.kill(host._process.pid, signal.SIGSTOP)  # so that it hears of the request before it hears of the deaths
+    creating = asyncio.create_task(host.create(BUILT_IN))
+    await asyncio.to_thread(wait_for, lambda: host._creating)
+    spares = children(host)[1]
+    for spare in spares:
+        os.kill(spare, signal.SIGKILL)
+    stats = [Path(f"/proc/{spare}/stat") for spare in spares]
+    await asyncio.to_thread(wait_for, lambda: all(stat.read_text().rpartition(") ")[2][0] == "Z" for stat in stats))
+    os.kill(host._process.pid, signal.SIGCONT)
+    machine = await creating
+    assert (await machine.exec(["true"])).exit_code == 0
+    await machine.close()
 
 
 async def test_machines_are_born_in_their_groups(host: NamespaceHost) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import select
@@ -76,6 +77,7 @@ class Limits(NamedTuple):
     memory_counted: bool  # whether a control group bounds the machine's memory
     count_processes: bool  # whether the kernel counts the processes of this machine alone
     filter: seccomp.Filter | None  # of system calls
+    apart: bool = False  # whether commands enter a control group of their own
     # The machine has a kernel of its own, probably emulated: that kernel counts, pid 1 only seldom, and a process is
     # made before its command is known. What else runs in the machine sees that process.
     own_kernel: bool = False
@@ -99,7 +101,7 @@ class Limits(NamedTuple):
         for which, value in wanted.items():
             _, hard = resource.getrlimit(which)
             rlimits[which] = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        return command.Confinement(rlimits, self.filter, warm=self.emulates is None)
+        return command.Confinement(rlimits, self.filter, warm=self.emulates is None, apart=self.apart)
 
 
 class Plan(NamedTuple):
@@ -138,7 +140,7 @@ class Plan(NamedTuple):
 def main(connection: int, plan: Plan) -> NoReturn:
     """Run a machine to its end, in the process that was just cloned for it, after `prepare`."""
     try:
-        keep_only(connection)
+        keep_only(connection, command.GROUP if plan.confinement.apart else None)
         watchdog = _lock_in(plan)
         wire.send(CONNECTION, _SET_UP)
         _serve(CONNECTION, plan, watchdog)
@@ -150,10 +152,17 @@ def main(connection: int, plan: Plan) -> NoReturn:
         os._exit(0)
 
 
-def keep_only(connection: int) -> None:
-    """Close every open file but the standard streams and our own socket, which becomes CONNECTION."""
+def keep_only(connection: int, commands: int | None = None) -> None:
+    """Close every open file but the standard streams, our own socket, which becomes CONNECTION, and the file by which
+    commands enter their group, which becomes command.GROUP."""
+    if commands is None:
+        os.dup2(connection, CONNECTION, inheritable=False)
+        kernel.close_from(CONNECTION + 1)
+        return
+    commands = fcntl.fcntl(commands, fcntl.F_DUPFD_CLOEXEC, command.GROUP + 1)  # CONNECTION would overwrite it below
     os.dup2(connection, CONNECTION, inheritable=False)
-    kernel.close_from(CONNECTION + 1)
+    os.dup2(commands, command.GROUP, inheritable=False)
+    kernel.close_from(command.GROUP + 1)
 
 
 def prepare(plan: Plan) -> None:

@@ -2,6 +2,11 @@
 
 Slots are made once and reused: a slot belongs to one machine at a time. Both versions of control groups work. The slots
 lie below the nearest ancestor of our own group that lets us create groups with these controllers.
+
+A command that the kernel kills for memory frees its open files a moment after its memory. Whoever needs a page in that
+moment is the next to be killed, pid 1 too. So commands are in a group of their own below their slot's, and only they
+are killed when it is full. On version 1 a process that moves itself there takes no lock of the whole system. Version 2
+has no such way: there pid 1 shares the group of its commands.
 """
 
 from __future__ import annotations
@@ -14,6 +19,10 @@ _ROOT = "/sys/fs/cgroup"
 _UNIFIED = ""  # the controller name of version 2, as /proc/self/cgroup has it
 _LIMIT_FILES = {"memory": ("memory.limit_in_bytes", "memory.max"), "pids": ("pids.max", "pids.max")}  # version 1, 2
 _EVENT_FILES = ("memory.oom_control", "memory.events")  # version 1, 2
+_COMMANDS = "user.slice"  # the name that commands see
+_OWN = 16 << 20  # bytes of memory of pid 1 and its keeper, beside what commands may use
+
+ENTER = b"0"  # the process that writes it
 
 
 class Slot(NamedTuple):
@@ -22,9 +31,11 @@ class Slot(NamedTuple):
     directory: int | None
     members: list[int]  # open cgroup.procs files
     events: int | None = None  # an open file of the kernel, with the count of processes that it killed for memory
+    commands: int | None = None  # an open file: a process that writes ENTER to it enters the group of commands
 
     def memory_kills(self) -> int:
-        """How often the kernel has killed a process of this slot because its memory was used up."""
+        """How often the kernel has killed a process of this slot because its memory was used up. Commands that have a
+        group of their own are not counted."""
         if self.events is None:
             return 0
         words = os.pread(self.events, 4096, 0).split()
@@ -41,6 +52,7 @@ class Groups(NamedTuple):
     name: str
     parents: dict[str, int]  # controller -> directory; version 2 has one directory for all controllers
     limits: dict[str, int]  # controller -> its limit
+    apart: bool = True  # commands have a group of their own, on version 1
 
     @property
     def controllers(self) -> list[str]:
@@ -68,25 +80,37 @@ class Groups(NamedTuple):
         return Slot(directory, [], os.open(_EVENT_FILES[1], os.O_RDONLY, dir_fd=directory))
 
     def _make_divided(self, number: int, opened: list[int]) -> Slot:
-        members, events = [], None
+        members, events, commands = [], None, None
         for controller, parent in self.parents.items():
             directory = _make_directory(parent, f"m{number}")
             try:
-                _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller]))
+                own = _OWN if self.apart and controller == "memory" else 0
+                _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller] + own))
                 members.append(os.open("cgroup.procs", os.O_WRONLY, dir_fd=directory))
                 opened.append(members[-1])
                 if controller == "memory":
                     events = os.open(_EVENT_FILES[0], os.O_RDONLY, dir_fd=directory)
                     opened.append(events)
+                    if self.apart:
+                        commands = self._make_commands(directory)
+                        opened.append(commands)
             finally:
                 os.close(directory)
-        return Slot(None, members, events)
+        return Slot(None, members, events, commands)
+
+    def _make_commands(self, slot: int) -> int:
+        directory = _make_directory(slot, _COMMANDS)
+        try:
+            _write_at(directory, _LIMIT_FILES["memory"][0], str(self.limits["memory"]))
+            return os.open("tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+        finally:
+            os.close(directory)
 
     def remove(self) -> None:
         """Remove the groups. A group that still has a dying process in it stays; it is harmless."""
         for parent in self.parents.values():
             names = [name for name in os.listdir(parent) if name[:1] == "m" and name[1:].isdigit()]
-            for name in [*names, f"../{self.name}"]:
+            for name in [*(f"{name}/{_COMMANDS}" for name in names), *names, f"../{self.name}"]:
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=parent)
 
@@ -161,7 +185,7 @@ def _sweep(directory: str) -> None:
             owner = name.removeprefix("rollmill-")
             if owner != name and not os.path.exists(f"/proc/{owner}"):
                 groups = [entry.path for entry in os.scandir(f"{directory}/{name}") if entry.is_dir()]
-                for group in [*groups, f"{directory}/{name}"]:
+                for group in [*(f"{group}/{_COMMANDS}" for group in groups), *groups, f"{directory}/{name}"]:
                     with contextlib.suppress(OSError):
                         os.rmdir(group)
 

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import kernel, layout, seccomp, terminal, warm_python, wire
+from rollmill.environments.machines.namespace import cgroups, kernel, layout, seccomp, terminal, warm_python, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 
+GROUP = 4  # in pid 1: the open file by which a command enters its control group (cgroups.py), if it has one
 NO_CAPABILITIES = kernel.capability_sets()
 
 
@@ -35,6 +36,7 @@ class Confinement(NamedTuple):
     rlimits: dict[int, int]
     filter: seccomp.Filter | None  # of system calls
     warm: bool = True  # whether pid 1 is the Python that a command calls `python`
+    apart: bool = False  # whether commands enter a control group of their own
 
 
 def run(
@@ -176,6 +178,8 @@ def _fill(file: int, data: bytes) -> None:
 def _become(order: Order, confinement: Confinement, reading: int, writing: int) -> NoReturn:
     """Become the command. Runs in the child."""
     try:
+        if confinement.apart:
+            os.write(GROUP, cgroups.ENTER)
         os.dup2(reading, 0)
         os.dup2(writing, 1)
         os.dup2(writing, 2)

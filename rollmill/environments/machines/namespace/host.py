@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -71,6 +72,7 @@ class Host:
             emulates=state["emulates"],
             own_user=self._identities > 1,
             memory_counted=memory_counted,
+            apart=memory_counted and self._groups is not None and self._groups.apart,
             count_processes=self._counts_processes(),
             filter=seccomp.prepare(seccomp.build(memory_counted=memory_counted)),
         )
@@ -127,12 +129,14 @@ class Host:
 
     def _create(self, identifier: int) -> None:
         try:
-            if not self._spare:
+            machine = next((spare for spare in self._spare if not _has_ended(spare.pidfd)), None)  # `_reap` the others
+            if machine is None:
                 self._make_spares(1)  # somebody waits for it
-            machine = self._spare.pop(0)
+                machine = self._spare[-1]
         except OSError as error:
             self._send({"id": identifier, "error": str(error)})
             return
+        self._spare.remove(machine)
         self._machines[identifier] = machine
         self._identifiers[machine.pid] = identifier
         try:
@@ -317,7 +321,7 @@ def _usable(groups: cgroups.Groups | None) -> cgroups.Groups | None:
         return None
     try:
         slot.add(pid)
-        return groups
+        return groups._replace(apart=slot.commands is not None and _enters(slot.commands))
     except OSError:
         return None
     finally:
@@ -326,9 +330,25 @@ def _usable(groups: cgroups.Groups | None) -> cgroups.Groups | None:
         os.close(pidfd)
 
 
+def _enters(commands: int) -> bool:
+    """Whether a process can move itself into the group of commands."""
+    pid, pidfd = kernel.clone(0)
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            os.write(commands, cgroups.ENTER)
+            os._exit(0)
+        os._exit(1)
+    os.close(pidfd)
+    return os.waitpid(pid, 0)[1] == 0
+
+
 def _kill(pidfd: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
 
 
 def _is_ending(pid: int) -> bool:

@@ -45,7 +45,7 @@ class Keeper:
                 self._connection.close()
                 raise
             if self.pid == 0:
-                _keep(its.fileno(), plan)
+                _keep(its.fileno(), plan, group.commands if group else None)
         os.close(pidfd)
         try:
             identify(self.pid)
@@ -89,10 +89,10 @@ class Keeper:
         os.waitpid(self.pid, 0)
 
 
-def _keep(connection: int, plan: agent.Plan) -> NoReturn:
+def _keep(connection: int, plan: agent.Plan, commands: int | None) -> NoReturn:
     """Runs in the child, until the host has gone."""
     try:
-        agent.keep_only(connection)
+        agent.keep_only(connection, commands)
         os.dup2(0, 2)  # the host's input and output are /dev/null already
         host = _socket.socket(fileno=agent.CONNECTION)
         try:
