@@ -43,8 +43,9 @@ MODEL = ModelConfig(
 )
 ENGINE = EngineConfig(max_batch=16, block_size=16, cache_tokens=4096, prefill_chunk=128)
 ANSWERS, TOKENS, VERSIONS = 64, 48, 6
-# k3 and the largest |Δ| of a log-prob: FP32 sums in another order, or bf16 activations rounded in other places
-LIMITS = {"cpu": (1e-9, 1e-3), "cuda": (1e-3, 0.2)}
+# k3 and the largest |Δ| of a log-prob: FP32 sums in another order, or bf16 activations rounded in other places; and how
+# many times as large k3 is under a version before (bf16's rounding is a fifth of a small update: 4.6 times were seen)
+LIMITS = {"cpu": (1e-9, 1e-3, 10), "cuda": (1e-3, 0.2, 2)}
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -154,12 +155,12 @@ async def test_the_trainer_finds_the_log_probs_that_the_engine_recorded(device: 
             f"{device}, {name}: {len(deltas)} tokens, k3 {k3(deltas):.1e}, "
             f"p99 {np.quantile(size, 0.99):.1e}, max {size.max():.1e}"
         )
-    most, largest = LIMITS[device]
+    most, largest, times = LIMITS[device]
     assert k3(everything) <= most and np.abs(everything).max() <= largest
     # the figure can fail: under the version before, the same tokens differ more
     wrong = [replaced_version(update, before) for before, update in itertools.pairwise(updates)]
     other = recomputed_differences(device, wrong, sampled, replayed=True)
-    assert k3(np.concatenate(list(other.values()))) > 10 * k3(everything)
+    assert k3(np.concatenate(list(other.values()))) > times * k3(everything)
 
 
 def replaced_version(update: Update, other: Update) -> Update:
