@@ -1,20 +1,25 @@
 """Summaries that are learned: tasks that do not fit one window, before and after RL, and against two baselines.
 
-    python -m benchmarks.summaries [--quick] [--seed 0] [--root DIRECTORY] [--no-short]
+    python -m benchmarks.summaries [--quick] [--seed 0] [--root DIRECTORY] [--only ARM ...]
 
-With `--root` the runs stay in DIRECTORY, and one that was interrupted goes on. Every run is the whole circle with real
-processes and real machines, on the walks of rollmill/demo/walks.py:
+Every arm is a run with real processes and real machines, on the walks of rollmill/demo/walks.py. All begin with one
+mid-trained model, and get as many RL steps on as many rollouts of the same tasks:
 
-    before         the model imitates a teacher whose summaries are wrong on purpose
-    learned        after RL; the reward of the final answer reaches every summary
-    short          more RL from there, with the length reward
-    truncation     the learned model under a harness that cuts old messages off instead
-    fixed note     the learned model under a harness that writes the summaries itself, without knowing what matters
+    base           mid-training: the model imitates a teacher whose summaries are wrong on purpose. A part of its
+                   documents shows the two other harnesses, by a teacher without fault
+    learned        RL; the reward of the final answer reaches every summary
+    note           RL under a harness that writes the summaries itself, by a fixed rule that does not know what matters
+    truncation     RL under a harness that cuts old messages off instead
+    short          more RL from `learned`, with the length reward
+    control        as much more RL from `learned`, without it
 
-The model was hardly trained under the last two harnesses. So the bars compare with what no model could exceed there but
-by guessing: the share of tasks whose key is still in the context at the end.
+Each arm is measured before and after its RL, on held-out tasks at temperature 1, with 95 % intervals over tasks. The
+baselines also have a bound that no model could exceed but by guessing: the share of tasks whose key is still in the
+context at the end.
 
-Rates are at temperature 1, with 95 % intervals over tasks. `--quick` shows that it runs, not what is learned.
+With `--root` the runs stay in DIRECTORY, and one that was interrupted goes on. `--only` trains these arms and reports
+nothing, so that a host with many cores can train `learned`, `note` and `truncation` side by side, then `short` and
+`control`. `--quick` shows that it runs, not what is learned.
 """
 
 from __future__ import annotations
@@ -24,9 +29,11 @@ import json
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -34,23 +41,37 @@ from benchmarks.output import at_least, at_most, finish
 from benchmarks.summary_baselines import KEPT_CALLS, LAST_NOTE, reachable
 from rollmill.cluster.drive import drive
 from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.service import Target, evaluate, serving
 from rollmill.cluster.stages import results_key
 from rollmill.config import validate_config
 from rollmill.demo.walk_demonstrations import WalkHabits, walk_solve_rate
 from rollmill.demo.walks import FILES, Walk
-from rollmill.environments.sections import HarnessSection
 from rollmill.evals.run import EvalResult
-from rollmill.evals.statistics import clustered_difference
+from rollmill.evals.statistics import clustered_change, clustered_difference
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import Trajectory, Version
+from rollmill.types import Trajectory
+from rollmill.weights.reading.store import WeightStore
 
-CONFIG = Path(__file__).parents[1] / "rollmill" / "demo" / "walks.toml"
+HERE = Path(__file__).parents[1]
+CONFIG = HERE / "rollmill" / "demo" / "walks.toml"
 # 100 sampled tokens cost 0.4: less than a solved task, so giving up early does not pay
 LENGTH = {"kind": "length", "tokens_weight": 0.004, "tool_calls_weight": 0.0, "turns_weight": 0.0, "q": 0.0}
-BASELINES = {"truncation": "Truncating", "fixed note": "FixedNote"}
+BASELINES = {"note": "FixedNote", "truncation": "Truncating"}
+MORE = ("short", "control")  # begin where `learned` ends
+ARMS = ("base", "learned", *BASELINES, *MORE)
+SHOWN = 0.35  # documents of the two other harnesses, for each one of the teacher
+
+
+class Size(NamedTuple):
+    midtrain: int = 400  # steps
+    steps: int = 60  # of RL
+    more: int = 24  # of RL after that
+    groups: int = 6
+    tasks: int = 96  # held out
+
+
+QUICK = Size(40, 2, 1, 2, 8)
 
 
 class Measured(NamedTuple):
@@ -59,77 +80,66 @@ class Measured(NamedTuple):
     high: float
     by_task: dict[str, list[bool]]
     contexts: list[int]  # per episode
-    summary_tokens: float  # sampled for summaries, mean per episode
+    spent: dict[str, list[int]]  # by task: tokens sampled for summaries, per episode
     tokens: float  # all that were sampled, mean per episode
 
+    @property
+    def summary_tokens(self) -> float:
+        """Mean per episode."""
+        return float(np.mean([tokens for each in self.spent.values() for tokens in each]))
 
-def settings(name: str, seed: int, quick: bool) -> dict[str, Any]:
+
+def settings(arm: str, seed: int, size: Size) -> dict[str, Any]:
     tree = tomllib.loads(CONFIG.read_text())
-    tree |= {"name": name, "seed": seed}
-    if quick:
-        tree["evals"]["tasks"] = 8
-        for stage, steps in zip(tree["stages"], (40, 2), strict=True):
-            stage["steps"] = steps
-        tree["stages"][1]["groups_per_step"] = 2
+    tree |= {"name": arm, "seed": seed, "modules": str(HERE)}
+    tree["evals"]["tasks"] = size.tasks
+    midtrain, rl = tree["stages"]
+    midtrain["steps"] = size.midtrain
+    midtrain["sources"].append({"kind": "benchmarks.summary_baselines:BaselineWalks", "weight": SHOWN})
+    rl |= {"steps": size.more if arm in MORE else size.steps, "groups_per_step": size.groups}
+    if arm in MORE:
+        rl["training"]["optimizer"]["lr"] = 4e-4
+    if arm == "short":
+        tree["rewards"].append(LENGTH)
+    if arm in BASELINES:
+        tree["harness"]["kind"] = f"benchmarks.summary_baselines:{BASELINES[arm]}"
     return tree
 
 
-def train(root: Path, tree: dict[str, Any]) -> RunDirectory:
-    """Train a run, or what is left of it."""
-    if (root / tree["name"] / "run.json").exists():
-        run = RunDirectory.open(root / tree["name"])
+def train(root: Path, arm: str, seed: int, size: Size) -> RunDirectory:
+    """Train an arm, or what is left of it."""
+    if (root / arm / "run.json").exists():
+        run = RunDirectory.open(root / arm)
     else:
-        run = RunDirectory.create(root, validate_config(RunConfig, tree, tree["name"]))
-    if Objects.open(run.home_store).head(results_key(run, "after")) is None:
+        tree = settings(arm, seed, size)
+        midtrain, rl = tree["stages"]
+        tree["stages"] = [midtrain if arm == "base" else rl]
+        if arm != "base":
+            begin = RunDirectory.open(root / ("learned" if arm in MORE else "base"))
+            line = begin.config.stages[0].name
+            head = WeightStore(Objects.open(begin.home_store)).head(line, begin.config.form)
+            tree["start"] = {"run": str(begin.path), "id": begin.id, "version": f"{line}@{head}"}
+            del tree["model"], tree["tokenizer"]
+        run = RunDirectory.create(root, validate_config(RunConfig, tree, arm))
+    if arm == "base" or Objects.open(run.home_store).head(results_key(run, "after")) is None:
         drive(run)
     return run
 
 
-def shortened(root: Path, learned: RunDirectory, seed: int, quick: bool) -> RunDirectory:
-    """More RL from the last version of `learned`, with the length reward."""
-    tree = settings("short", seed, quick)
-    (stage,) = (stage for stage in tree["stages"] if stage["kind"] == "rl")
-    if not quick:
-        stage["steps"] = 24
-        stage["training"]["optimizer"]["lr"] = 4e-4
-    version = Version("rl", learned.config.stage("rl").steps)
-    tree["stages"] = [stage]
-    tree["rewards"].append(LENGTH)
-    tree["start"] = {"run": str(learned.path), "id": learned.id, "version": str(version)}
-    del tree["model"], tree["tokenizer"]
-    return train(root, tree)
-
-
-def own(run: RunDirectory, label: str) -> Measured:
-    """An evaluation that the run made itself."""
-    (result,) = json.loads(Objects.open(run.home_store).get(results_key(run, label)))
-    return measured(run, EvalResult(**result))
-
-
-def under(run: RunDirectory, harness: str) -> Measured:
-    """The last version of the run under another harness."""
-    version = Version("rl", run.config.stage("rl").steps)
-    target = Target("version", str(version), version, run.config.form)
-    with serving(run, target, "eval") as (service, cluster):
-        section = {**run.config.harness.model_dump(mode="json"), "kind": f"benchmarks.summary_baselines:{harness}"}
-        object.__setattr__(service, "config", run.config.model_copy(update={"harness": HarnessSection._read(section)}))
-        (result,) = evaluate(service, cluster, run.config.evals, version)
-    return measured(run, result)
-
-
-def measured(run: RunDirectory, result: EvalResult) -> Measured:
-    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
-    rows = store.list(f"{run.id}/eval-{result.label}")[: result.attempts]  # newest first: those of this evaluation
-    found = store.load_many([row.id for row in rows if row.payload_key is not None])
-    return Measured(
-        rate=result.rate,
-        low=result.low,
-        high=result.high,
-        by_task=result.by_task,
-        contexts=[len(each.segments) for each in found],
-        summary_tokens=sum(map(spent_on_summaries, found)) / len(found),
-        tokens=sum(row.sampled_tokens or 0 for row in rows) / len(rows),
-    )
+def measured(run: RunDirectory, label: str) -> Measured:
+    """An evaluation that the run made."""
+    objects = Objects.open(run.home_store)
+    (found,) = json.loads(objects.get(results_key(run, label)))
+    result = EvalResult(**found)
+    store = TrajectoryStore(open_database(run.database_url), objects)
+    rows = [row for row in store.list(f"{run.id}/eval-{label}") if row.payload_key is not None]
+    spent: dict[str, list[int]] = {}
+    contexts = []
+    for row, each in zip(rows, store.load_many([row.id for row in rows]), strict=True):
+        spent.setdefault(row.task_id, []).append(0 if run.config.name in BASELINES else spent_on_summaries(each))
+        contexts.append(len(each.segments))
+    tokens = sum(row.sampled_tokens or 0 for row in rows) / len(rows)
+    return Measured(result.rate, result.low, result.high, result.by_task, contexts, spent, tokens)
 
 
 def spent_on_summaries(trajectory: Trajectory) -> int:
@@ -151,50 +161,64 @@ def show(found: dict[str, Measured]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shrunk to about a minute")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", type=Path, help="where the runs are kept; not set: a directory that is deleted")
-    parser.add_argument("--no-short", action="store_true", help="leave out the run with the length reward")
+    parser.add_argument("--only", nargs="+", choices=ARMS, metavar="ARM", help=f"train only: {', '.join(ARMS)}")
+    parser.add_argument("--steps", type=int, help=f"RL steps of each arm (default {Size().steps})")
+    parser.add_argument("--more", type=int, help=f"RL steps of short and control (default {Size().more})")
     arguments = parser.parse_args()
+    size = QUICK if arguments.quick else Size()
+    size = size._replace(steps=arguments.steps or size.steps, more=arguments.more or size.more)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         root = arguments.root or Path(folder)
-        learned = train(root, settings("learned", arguments.seed, arguments.quick))
-        found = {"before": own(learned, "before"), "learned": own(learned, "after")}
-        show(found)
-        if not arguments.no_short:
-            short = shortened(root, learned, arguments.seed, arguments.quick)
-            found |= {"learned, again": own(short, "before"), "short": own(short, "after")}
-        found |= {name: under(learned, harness) for name, harness in BASELINES.items()}
+        runs = {arm: train(root, arm, arguments.seed, size) for arm in arguments.only or ARMS}
+        if arguments.only:
+            return
+        found = {"before": measured(runs["learned"], "before"), "learned": measured(runs["learned"], "after")}
+        for arm in BASELINES:
+            found |= {f"{arm}, before": measured(runs[arm], "before"), arm: measured(runs[arm], "after")}
+        found |= {arm: measured(runs[arm], "after") for arm in MORE}
     show(found)
-    finish("summaries", *report(found, time.monotonic() - started))
+    finish("summaries", *report(found, size, time.monotonic() - started))
 
 
-def report(found: dict[str, Measured], seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
+def report(found: dict[str, Measured], size: Size, seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
     """The figures and the bars."""
     learned = found["learned"]
     walks = [Walk(id) for id in learned.by_task]
     figures = {"teacher": walk_solve_rate(walks, WalkHabits()), "seconds": seconds}
+    figures |= {"steps": float(size.steps), "more_steps": float(size.more)}
     for name, each in found.items():
-        key = name.replace(", ", "_").replace(" ", "_")
+        key = name.replace(", ", "_")
         figures |= {f"{key}_rate": each.rate, f"{key}_low": each.low, f"{key}_high": each.high}
-        figures |= {f"{key}_summary_tokens": each.summary_tokens}
-    gain = clustered_difference(found["before"].by_task, learned.by_task)
-    figures |= {"gain": gain.value, "gain_high": gain.high}
+        figures |= {f"{key}_summary_tokens": each.summary_tokens, f"{key}_tokens": each.tokens}
     # episodes that end early are failures of the model; solved ones had to walk the whole way
     contexts = float(sorted(learned.contexts)[len(learned.contexts) // 2])
-    bars = {"gain_low": at_least(gain.low, 0.0), "contexts_median": at_least(contexts, 10)}
-    for name, files in (("truncation", KEPT_CALLS), ("fixed_note", LAST_NOTE)):
+    bars = {"contexts_median": at_least(contexts, 10)}
+    for name in ("before", *BASELINES):
+        gain = clustered_difference(found[name].by_task, learned.by_task)
+        figures |= {f"over_{name}": gain.value, f"over_{name}_high": gain.high}
+        bars[f"over_{name}_low"] = at_least(gain.low, 0.01)
+    for name, files in (("truncation", KEPT_CALLS), ("note", LAST_NOTE)):
         figures[f"{name}_most"] = sum(reachable(walk, files) for walk in walks) / len(walks)
         bars[f"low_over_{name}_most"] = at_least(learned.low - figures[f"{name}_most"], 0.0)
-    if "short" in found:
-        again, short = found["learned, again"], found["short"]
-        change = clustered_difference(again.by_task, short.by_task)
-        figures |= {"short_rate_change_low": change.low, "short_rate_change_high": change.high}
-        bars["short_rate_change"] = at_least(change.value, 0.0)
-        bars["summary_tokens_share"] = at_most(short.summary_tokens / again.summary_tokens, 0.9)
+    control, short = found["control"], found["short"]
+    change = clustered_difference(control.by_task, short.by_task)
+    figures |= {"short_rate_change_low": change.low, "short_rate_change_high": change.high}
+    bars["short_rate_change"] = at_least(change.value, 0.0)
+    tasks = sorted(control.spent.keys() & short.spent.keys())
+    share = clustered_change(_sums(control, tasks), _sums(short, tasks), relative=True)
+    figures |= {"summary_tokens_share_low": share.low, "summary_tokens_share_high": share.high}
+    bars["summary_tokens_share"] = at_most(share.value, 0.9)
     return figures, bars
+
+
+def _sums(found: Measured, tasks: Sequence[str]) -> np.ndarray:
+    """Per task: tokens on summaries, and episodes."""
+    return np.array([(sum(found.spent[task]), len(found.spent[task])) for task in tasks], float)
 
 
 if __name__ == "__main__":

@@ -49,32 +49,32 @@ def demonstrate_walk(walk: Walk, draw: random.Random, habits: WalkHabits) -> lis
     contexts, summary, known = [], "", NOTHING
     for number, line in enumerate(walk.files, 1):
         known = _remembered(known, line, draw, habits)
-        messages = [*_start(summary, number - 1), *_read(number, line), {"role": "user", "content": REQUEST}]
+        messages = [*start_of(summary, number - 1), *read_file(number, line), {"role": "user", "content": REQUEST}]
         wordy = f" and the file before it said {line}" if draw.random() < habits.wordy else ""
         summary = f"{known} {line}" if number == FILES else f"{number + 1} {known}{wordy}"
         contexts.append([*messages, assistant_message(summary, [])])
-    return [*contexts, [*_start(summary, FILES), assistant_message(summary, [])]]
+    return [*contexts, [*start_of(summary, FILES), assistant_message(summary, [])]]
 
 
 def demonstrate_cut_walk(walk: Walk, last: int) -> list[Message]:
     """A context without summaries, of which all but the file before `last` was cut off; after the last file it ends
     with what is left to answer."""
-    messages, files = _start("", 0), walk.files
+    messages, files = start_of("", 0), walk.files
     for number in range(max(1, last - 1), last + 1):
-        messages += _read(number, files[number - 1])
+        messages += read_file(number, files[number - 1])
     if last < FILES:
-        return [*messages, *_read(last + 1, files[last])[:1]]
+        return [*messages, *read_file(last + 1, files[last])[:1]]
     key = files[-2] if files[-2].startswith("key") else NOTHING
     return [*messages, assistant_message(f"{key} {files[-1]}", [])]
 
 
-def _read(number: int, line: str) -> list[Message]:
+def read_file(number: int, line: str) -> list[Message]:
     call = assistant_message(None, [("read", json.dumps({"path": str(number)}))])
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": render_read(line)}
     return [call, result]
 
 
-def _start(summary: str, number: int) -> list[Message]:
+def start_of(summary: str, number: int) -> list[Message]:
     first = [{"role": "user", "content": INSTRUCTION}]
     return resumed(first, RESUME, summary, number) if number else first
 
