@@ -1,5 +1,5 @@
 """AdamW of a whole model in one launch: it reads and writes masters, moments and the served copy once. Another launch
-adds up the gradients, if a step has several passes.
+computes the norm of the gradients, and another one adds them up, if a step has several passes.
 
 A table on the device holds the addresses of all tensors; each block works on 1024 elements of one tensor. The norm of
 the gradient stays on the device too: if it is not finite, nothing is written, and the host need not wait to find out.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 _ALIGNED = 16  # bytes: the kernel assumes this alignment of every address
 _BLOCK = 1024  # with eight warps, four elements per thread: 16-byte accesses, and registers for six programs at once
+_SQUARES = 16384  # elements per block of the norm, which are only read
 
 
 class Group(NamedTuple):
@@ -100,6 +101,20 @@ def _add(table_ptr, size_ptr, owner_ptr, first_ptr, tensors, GRAD: tl.constexpr,
         tl.store(sum_ptr + at, total, inside)
 
 
+@triton.jit
+def _squares(table_ptr, size_ptr, owner_ptr, first_ptr, out_ptr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    owner = tl.load(owner_ptr + block)
+    start = (block - tl.load(first_ptr + owner)).to(tl.int64) * BLOCK
+    at, size, grad_ptr = start + tl.arange(0, BLOCK), tl.load(size_ptr + owner), _pointer(table_ptr, owner, GRAD)
+    if start + BLOCK <= size:
+        grad = tl.load(grad_ptr + at).to(tl.float32)
+        tl.store(out_ptr + block, tl.sum(grad * grad, 0))
+    else:
+        grad = tl.load(grad_ptr + at, at < size, 0.0).to(tl.float32)
+        tl.store(out_ptr + block, tl.sum(grad * grad, 0))
+
+
 def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % _ALIGNED else tensor
 
@@ -113,9 +128,9 @@ def _sent(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device
 class _Blocks:
     """How tensors are cut into blocks: the tensor of each block, and the first block of each tensor."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], block: int) -> None:
         sizes = torch.tensor([tensor.numel() for tensor in tensors])
-        blocks = (sizes + _BLOCK - 1) // _BLOCK
+        blocks = (sizes + block - 1) // block
         device = tensors[0].device
         self.count = int(blocks.sum())
         self.sizes = sizes.to(device)
@@ -123,14 +138,50 @@ class _Blocks:
         self.firsts = (blocks.cumsum(0) - blocks).int().to(device)
 
 
+class _Table:
+    """Addresses of tensors on the device. They are sent again only if a tensor has moved, and the blocks are made again
+    only for other sizes, since that waits for the device."""
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._addresses: list[list[int]] = []
+        self._table: Tensor | None = None
+        self._sizes: list[int] = []
+        self._cut: _Blocks | None = None
+
+    def of(self, *columns: Sequence[Tensor]) -> tuple[Tensor, _Blocks]:
+        addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
+        if addresses != self._addresses or self._table is None:
+            self._table, self._addresses = _sent(addresses, columns[0][0].device), addresses
+        sizes = [tensor.numel() for tensor in columns[0]]
+        if sizes != self._sizes or self._cut is None:
+            self._cut, self._sizes = _Blocks(columns[0], self._block), sizes
+        return self._table, self._cut
+
+
+class GradientNorm:
+    """The norm of all gradients together. Each block's squares are summed in a fixed order, and so are the blocks."""
+
+    def __init__(self) -> None:
+        self._table = _Table(_SQUARES)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        """An FP32 scalar on the device."""
+        gradients = [_aligned(gradient.contiguous()) for gradient in gradients]
+        (dtype,) = {gradient.dtype for gradient in gradients}
+        table, cut = self._table.of(gradients)
+        sums = torch.empty(cut.count, dtype=torch.float32, device=table.device)
+        _squares[(cut.count,)](
+            table, cut.sizes, cut.owners, cut.firsts, sums, GRAD=_TYPES[dtype], BLOCK=_SQUARES, num_warps=8
+        )
+        return sums.sum().sqrt()
+
+
 class GradientSums:
     """Adds gradients to FP32 sums: one launch, if no tensor has moved since the last time."""
 
     def __init__(self) -> None:
-        self._addresses: list[list[int]] = []
-        self._table: Tensor | None = None
-        self._sizes: list[int] = []
-        self._cut: _Blocks | None = None  # made again only for other sizes, since that waits for the device
+        self._table = _Table(_BLOCK)
 
     def add(self, sums: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Add to `sums`; a name that is new begins with zeros."""
@@ -141,18 +192,10 @@ class GradientSums:
         if not gradients:
             return
         (dtype,) = {gradient.dtype for gradient in gradients.values()}
-        columns = [sums[name] for name in gradients], list(gradients.values())
-        addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
-        if addresses != self._addresses or self._table is None:
-            self._table, self._addresses = _sent(addresses, columns[0][0].device), addresses
-        sizes = [tensor.numel() for tensor in columns[0]]
-        if sizes != self._sizes or self._cut is None:
-            self._cut, self._sizes = _Blocks(columns[0]), sizes
-        cut = self._cut
+        table, cut = self._table.of([sums[name] for name in gradients], list(gradients.values()))
         _add[(cut.count,)](
-            self._table, cut.sizes, cut.owners, cut.firsts, len(gradients), GRAD=_TYPES[dtype], BLOCK=_BLOCK,
-            num_warps=8,
-        )  # fmt: skip
+            table, cut.sizes, cut.owners, cut.firsts, len(gradients), GRAD=_TYPES[dtype], BLOCK=_BLOCK, num_warps=8
+        )
 
 
 def _zeros(like: Sequence[Tensor]) -> list[Tensor]:
@@ -167,9 +210,9 @@ class FusedAdamW:
 
     def __init__(self, groups: Sequence[Group], decays: Sequence[float], form: torch.dtype) -> None:
         self._groups, self._form = list(groups), form
-        self.sums = GradientSums()
+        self.sums, self.norm = GradientSums(), GradientNorm()
         self._device = groups[0].master.device
-        self._cut = _Blocks([group.master for group in groups])
+        self._cut = _Blocks([group.master for group in groups], _BLOCK)
         addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*groups, strict=True)]
         assert not any(address % _ALIGNED for column in addresses for address in column)
         self._table = torch.tensor([*addresses, addresses[0]]).to(self._device)

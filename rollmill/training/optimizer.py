@@ -170,7 +170,7 @@ class MasterOptimizer:
     def _update_fused(self, gradients: dict[str, Tensor], lr: float) -> Update:
         """The norm is read last, when all work is queued. The kernel changes nothing if the norm is not finite."""
         assert self._fused is not None
-        own_norm = torch.stack(torch._foreach_norm(list(gradients.values()), 2, torch.float32)).norm()
+        own_norm = self._fused.norm(list(gradients.values()))
         norm = self._placement.whole_norm(own_norm).to(own_norm)
         if self._parts and not math.isfinite(float(norm)):  # Muon's update has no such check
             return Update(float(norm), lr, applied=False)

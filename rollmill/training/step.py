@@ -52,7 +52,7 @@ def token_logprobs(
     if shapes_M is not None and shaped.any():
         return _some_shaped(model, hidden_MW, targets_M, temperatures_M, shapes_M, shaped)
     if _in_chunks(model, hidden_MW):
-        return head_logprobs(hidden_MW, head_weight(model), targets_M, temperatures_M, model.exact)
+        return head_logprobs(hidden_MW, head_weight(model), targets_M, temperatures_M, model.exact, model.form)
     return target_logprobs(model.logits(hidden_MW), targets_M, temperatures_M)
 
 
@@ -102,7 +102,7 @@ def token_loss(model: Decoder, hidden_MW: Tensor, targets_M: Tensor, divisor: fl
     targets_M = moved(targets_M, hidden_MW.device)
     if _in_chunks(model, hidden_MW):
         weights_M = torch.full((len(targets_M),), 1 / divisor, dtype=torch.float32, device=hidden_MW.device)
-        return head_next_token(hidden_MW, head_weight(model), targets_M, weights_M)
+        return head_next_token(hidden_MW, head_weight(model), targets_M, weights_M, model.form)
     logprobs_M, _ = target_logprobs(model.logits(hidden_MW), targets_M)
     return next_token_loss(logprobs_M, divisor)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels import fp8
+from rollmill.models.kernels import fp8, head, head_gradients
 from rollmill.models.kernels.forms import OutputGradient, linear
 from rollmill.models.quantize import round_parameters_
 from tests.kernels import DEVICE, hopper, without_kernels
@@ -92,6 +92,36 @@ def test_a_model_learns_nearly_the_same(recompute: bool, monkeypatch: pytest.Mon
         assert error(found[name], theirs) < 2 * LIMIT, name
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_head_has_its_values_and_nearly_its_gradients(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of rows per group; the vocabulary is padded for the sum over it."""
+    tokens, vocabulary = 128 * (1 + groups) + 70, 384
+    monkeypatch.setattr(head, "PIECE_ELEMENTS", 64 * vocabulary)
+    monkeypatch.setattr(head, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(head_gradients, "MOST_CODES", -(-tokens // groups) * vocabulary)
+    monkeypatch.setattr(fp8, "differentiates_head", lambda hidden, weight: True)
+    hidden, weight = (
+        each.bfloat16().to(DEVICE).requires_grad_() for each in (draw(tokens, 128), draw(vocabulary, 128))
+    )
+    targets, weights = (torch.arange(tokens) * 7 % vocabulary).to(DEVICE), draw(tokens, seed=5).abs().to(DEVICE)
+
+    def next_token(form: str) -> tuple[Tensor, ...]:
+        loss = head.head_next_token(hidden, weight, targets, weights, form)
+        return loss.detach(), *torch.autograd.grad(0.5 * loss, (hidden, weight))
+
+    def logprobs(form: str) -> tuple[Tensor, ...]:
+        found, entropies = head.head_logprobs(hidden, weight, targets, form=form)
+        loss = (found * weights + 0.1 * entropies).sum()
+        return torch.stack([found, entropies]).detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    for compute in (next_token, logprobs):
+        plain, found = compute("bf16"), compute("fp8")
+        assert torch.equal(found[0], plain[0])
+        for mine, theirs in zip(found[1:], plain[1:], strict=True):
+            assert mine.dtype == theirs.dtype and 0 < error(mine, theirs) < LIMIT
+
+
 @on_hopper
 @pytest.mark.parametrize("shape", [(2048, 512, 1024), (2051, 1024, 512), (4096, 4096, 4096)], ids=str)
 def test_the_hardware_agrees_with_the_emulated_gradients(shape: tuple[int, int, int]) -> None:
@@ -105,6 +135,17 @@ def test_the_hardware_agrees_with_the_emulated_gradients(shape: tuple[int, int, 
     assert error(output.of_input(), (codes.rows.values()[:tokens] @ weight.float())) < 5e-3
     assert error(output.of_weight(x), codes.columns.values() @ columns.values().t()) < 5e-3
     assert error(output.of_input(), grad @ weight) < LIMIT and error(output.of_weight(x), grad.t() @ x) < LIMIT
+
+
+@on_hopper
+def test_the_hardware_agrees_with_the_head_in_bf16() -> None:
+    hidden, weight = (each.bfloat16().cuda().requires_grad_() for each in (draw(2100, 512), draw(1152, 512) / 20))
+    assert fp8.differentiates_head(hidden, weight)
+    targets, weights = torch.arange(2100, device="cuda") % 1152, torch.full((2100,), 1 / 2100, device="cuda")
+    losses = [head.head_next_token(hidden, weight, targets, weights, form) for form in ("bf16", "fp8")]
+    plain, found = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
+    assert torch.equal(losses[0], losses[1])
+    assert all(0 < error(mine, theirs) < LIMIT for mine, theirs in zip(found, plain, strict=True))
 
 
 @hopper

@@ -133,6 +133,8 @@ def gradients_in_codes() -> None:
     grad = torch.zeros(130, 256).bfloat16()
     fp8_backward_triton.both_ways(grad, 512)
     fp8_backward_triton.along_tokens(grad, 512)
+    columns = fp8_backward_triton.empty(256, 512, grad.device)
+    fp8_backward_triton.both_ways_into(grad, torch.zeros(130), columns, 0, 512, 512)
 
 
 def exact() -> None:

@@ -113,6 +113,21 @@ def test_gradients_of_several_passes_are_summed():
     assert all(torch.equal(sums[name], total) for name, total in expected.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_of_all_gradients(dtype: torch.dtype):
+    from rollmill.training.fused_adamw import GradientNorm
+
+    norm = GradientNorm()
+    for seed, shapes in ((0, [(3,), (40, 50)]), (1, [(3,), (40, 50)]), (2, [(16384,), (2, 16385), (7,)])):
+        gradients = [drawn(*shape, seed=seed, dtype=dtype) for shape in shapes]
+        expected = torch.cat([each.flatten() for each in gradients]).double().norm()
+        torch.testing.assert_close(norm(gradients).double(), expected, rtol=1e-6, atol=0)
+    gradients[1][1, 16384] = float("inf")
+    assert norm(gradients).isinf()
+    gradients[2][3] = float("nan")
+    assert norm(gradients).isnan()
+
+
 @pytest.mark.parametrize("width", [48, 1500])
 def test_rows_are_spread_and_summed_again(width: int):
     from rollmill.models.kernels.fused_triton import gather_sum, spread

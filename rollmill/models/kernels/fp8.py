@@ -148,6 +148,14 @@ def differentiates(grad_NO: Tensor, weight_OI: Tensor) -> bool:
     return multiplies(grad_NO, weight_OI) and weight_OI.shape[0] % (4 * BLOCK) == 0
 
 
+def differentiates_head(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
+    """Whether the gradients of a head are computed in FP8. Its vocabulary is padded, so whole blocks are enough."""
+    whole = not any(size % BLOCK for size in weight_VW.shape)
+    bf16 = hidden_MW.dtype == weight_VW.dtype == torch.bfloat16
+    enough = len(hidden_MW) >= _FEWEST_ROWS
+    return _has_block_products(hidden_MW.device) and bf16 and whole and enough and _one_pass(weight_VW)
+
+
 def product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """x · weightᵀ in FP8. Both are quantised here; a served weight gives exactly the codes it was made from."""
     tokens = x_NI.shape[0]
@@ -189,6 +197,22 @@ def both_ways(x_NC: Tensor) -> BothWays:
         return BothWays(Codes(*rows), Codes(*columns))
     padded = _padded(x_NC, TOKENS)
     return BothWays(token_codes(padded), token_codes(padded.t().contiguous()))
+
+
+def empty_columns(columns: int, tokens: int, device: torch.device) -> Codes:
+    """For the codes of a transposed matrix [C, N'], with one scale per column and 128 tokens."""
+    from rollmill.models.kernels import fp8_backward_triton
+
+    return Codes(*fp8_backward_triton.empty(columns, padded_tokens(tokens), device))
+
+
+def both_ways_into(x_NC: Tensor, factors_N: Tensor | None, columns: Codes, start: int, *, pads: bool) -> Codes:
+    """The codes of x · `factors` per row, on CUDA. Returns those of the rows, with columns padded to a multiple of 512.
+    Writes those of the columns into `columns`, from token `start` on, and with `pads` zeros after the last token."""
+    from rollmill.models.kernels import fp8_backward_triton
+
+    padded = columns.codes.shape[1] - start if pads else len(x_NC)
+    return Codes(*fp8_backward_triton.both_ways_into(x_NC, factors_N, columns, start, padded, TOKENS))
 
 
 def along_tokens(x_NC: Tensor) -> Codes:

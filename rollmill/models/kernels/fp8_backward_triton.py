@@ -17,19 +17,24 @@ Parts = tuple[Tensor, Tensor]  # codes, scales
 
 @triton.jit
 def _both_ways(
-    x_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, tokens, padded, columns,
+    x_ptr, factor_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, tokens, padded, columns, wide,
+    stride, FACTORS: tl.constexpr,
 ):  # fmt: skip
+    """`wide`: columns of the row codes, `stride`: from one column's codes to the next one's."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    x = tl.load(x_ptr + at, (row < tokens)[:, None], 0.0).to(tl.float32)
+    inside = (row < tokens)[:, None] & (column < columns)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], inside, 0.0).to(tl.float32)
+    if FACTORS:
+        x *= tl.load(factor_ptr + row, row < tokens, 0.0)[:, None]
     codes, scale_R = token_codes(x)
-    tl.store(row_codes_ptr + at, codes)
+    tl.store(row_codes_ptr + row.to(tl.int64)[:, None] * wide + column[None, :], codes)
     tl.store(row_scale_ptr + tl.program_id(1) * padded + row, scale_R)
-    scale_C, inverse_C = scale_of(tl.max(tl.abs(x), 0))
-    codes = (x * inverse_C[None, :]).to(tl.float8e4nv)
-    tl.store(column_codes_ptr + column.to(tl.int64)[:, None] * padded + row[None, :], tl.trans(codes))
-    tl.store(column_scale_ptr + tl.program_id(0) * columns + column, scale_C)
+    if tl.program_id(1) * BLOCK < columns:
+        scale_C, inverse_C = scale_of(tl.max(tl.abs(x), 0))
+        codes = (x * inverse_C[None, :]).to(tl.float8e4nv)
+        tl.store(column_codes_ptr + column.to(tl.int64)[:, None] * stride + row[None, :], tl.trans(codes))
+        tl.store(column_scale_ptr + tl.program_id(0) * columns + column, scale_C)
 
 
 @triton.jit
@@ -57,14 +62,27 @@ def along_tokens(x_NC: Tensor, padded: int) -> Parts:
 
 def both_ways(x_NC: Tensor, padded: int) -> tuple[Parts, Parts]:
     """Codes and scales of the rows, and of the columns, with `padded` tokens."""
+    of_columns = empty(x_NC.shape[1], padded, x_NC.device)
+    return both_ways_into(x_NC, None, of_columns, 0, padded, BLOCK.value), of_columns
+
+
+def both_ways_into(
+    x_NC: Tensor, factors_N: Tensor | None, of_columns: Parts, start: int, padded: int, multiple: int
+) -> Parts:
+    """Codes and scales of the rows of x · `factors`: `padded` rows, columns padded to a multiple of `multiple`. Writes
+    those of the columns into `of_columns`, from token `start` on, which is a multiple of 128."""
     tokens, columns = x_NC.shape
-    of_rows, of_columns = _empty(padded, columns, x_NC.device), _empty(columns, padded, x_NC.device)
-    grid = (padded // BLOCK.value, columns // BLOCK.value)
-    _both_ways[grid](x_NC, *of_rows, *of_columns, tokens, padded, columns, **_LAUNCH)
-    return of_rows, of_columns
+    wide = triton.cdiv(columns, multiple) * multiple
+    of_rows = empty(padded, wide, x_NC.device)
+    codes, scales = of_columns
+    _both_ways[(triton.cdiv(padded, BLOCK.value), wide // BLOCK.value)](
+        x_NC, factors_N, *of_rows, codes[:, start:], scales.t()[start // BLOCK.value :], tokens, padded, columns, wide,
+        codes.shape[1], FACTORS=factors_N is not None, **_LAUNCH,
+    )  # fmt: skip
+    return of_rows
 
 
-def _empty(rows: int, columns: int, device: torch.device) -> Parts:
+def empty(rows: int, columns: int, device: torch.device) -> Parts:
     """For codes [R, C], and their scales [R, C / 128] stored column by column."""
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
     return codes, torch.empty((columns // BLOCK.value, rows), dtype=torch.float32, device=device).t()

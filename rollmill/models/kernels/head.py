@@ -7,12 +7,12 @@ move log-probs by 1e-2. There are two ways:
     next_token    for Σ weight · (−log-prob) with known weights: the forward pass computes the gradients too, so logits
                   are computed once; on Hopper the product writes their exponentials instead (powers_triton)
 
-Gradients of logits are in the model's type. The gradient of the weight is summed over the chunks in FP32.
+Gradients of logits are in the model's type, and in FP8 for a model in that form (head_gradients).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rollmill.models.kernels.exact import fp32_product
+from rollmill.models.kernels.head_gradients import CodedGradients, Gradients, cut, gradients_of
+from rollmill.models.kernels.head_gradients import fp32_product as plain_product
 from rollmill.models.triton import has_triton
 
 PIECE_ELEMENTS = 101_000_000  # logits per chunk: 400 MB, enough rows for the products to run near full speed
@@ -35,103 +37,59 @@ def head_logprobs(
     targets_M: Tensor,
     temperatures_M: Tensor | None = None,
     exact: bool = False,
+    form: str = "bf16",
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-probs of the targets, entropies), FP32 with gradients. Logits are divided by the temperatures.
-    `exact`: see models.kernels.exact."""
-    return _Logprobs.apply(hidden_MW, weight_VW, targets_M, temperatures_M, exact)
+    `exact`: see models.kernels.exact. `form`: of the model; only the gradients depend on it."""
+    return _Logprobs.apply(hidden_MW, weight_VW, targets_M, temperatures_M, exact, form)
 
 
-def head_next_token(hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
+def head_next_token(
+    hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor, form: str = "bf16"
+) -> Tensor:
     """Σ weight · (−log-prob of the target): an FP32 scalar with gradients for hidden and head."""
     if not torch.is_grad_enabled():
         logprobs_M, _ = head_logprobs(hidden_MW, weight_VW, targets_M)
         return -(logprobs_M * weights_M).sum()
-    return _NextToken.apply(hidden_MW, weight_VW, targets_M, weights_M)
-
-
-def _chunks(rows: slice, vocabulary: int, elements: int) -> Iterator[slice]:
-    """The fewest chunks, of nearly equal size: a short last chunk would leave most of the device idle."""
-    count = rows.stop - rows.start
-    chunks = -(-count // max(1, elements // vocabulary))
-    step = -(-count // max(1, chunks) // 64) * 64
-    for start in range(rows.start, rows.stop, max(step, 1)):
-        yield slice(start, min(start + step, rows.stop))
-
-
-def _fp32(left: Tensor, right: Tensor) -> Tensor:
-    """The product in FP32."""
-    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left.float(), right.float())
+    return _NextToken.apply(hidden_MW, weight_VW, targets_M, weights_M, form)
 
 
 def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None, exact: bool = False) -> Tensor:
     if exact:
         logits_MV = fp32_product(hidden_MW, weight_VW.t())
     else:
-        logits_MV = _fp32(hidden_MW, weight_VW.t())
+        logits_MV = plain_product(hidden_MW, weight_VW.t())
     return logits_MV if temperatures_M is None else logits_MV.div_(temperatures_M[:, None])
 
 
-def _adds_to_fp32(x: Tensor) -> bool:
-    """Whether a product of bf16 numbers can be added to an FP32 sum."""
-    return x.is_cuda and x.dtype == torch.bfloat16
-
-
-class _Gradients:
-    """Sums the gradients of all chunks."""
-
-    def __init__(self, hidden_MW: Tensor, weight_VW: Tensor) -> None:
-        self._hidden, self._weight = hidden_MW, weight_VW
-        self.hidden = torch.empty_like(hidden_MW)
-        self._overwrites = _adds_to_fp32(hidden_MW) and len(hidden_MW) > 0  # the first chunk: nothing is added to it
-        empty = torch.empty if self._overwrites else torch.zeros
-        self.sum = empty(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
-
-    def add_all(self, fill: Callable[[slice, Tensor], None]) -> None:
-        """`fill(rows, grad)` writes the gradient of the logits of these rows."""
-        rows, vocabulary = len(self._hidden), len(self._weight)
-        for chunk in _chunks(slice(0, rows), vocabulary, PARTS * PIECE_ELEMENTS // 2):
-            grad_MV = self._hidden.new_empty(chunk.stop - chunk.start, vocabulary)
-            for part in _chunks(chunk, vocabulary, PIECE_ELEMENTS // 2):
-                fill(part, grad_MV[part.start - chunk.start : part.stop - chunk.start])
-            self._add(chunk, grad_MV)
-            del grad_MV  # the next chunk reuses its memory
-
-    def add_powers(self, chunk: slice, powers_MV: Tensor, scales_M: Tensor) -> None:
-        """The gradient of these rows' logits is `powers` times `scales` per row."""
-        scaled_MW = torch.mul(self._hidden[chunk], scales_M[:, None]).to(powers_MV.dtype)
-        torch.mul(_fp32(powers_MV, self._weight), scales_M[:, None], out=self.hidden[chunk])
-        self._add_weight(powers_MV, scaled_MW)
-
-    def _add(self, chunk: slice, grad_MV: Tensor) -> None:
-        torch.mm(grad_MV, self._weight.to(grad_MV.dtype), out=self.hidden[chunk])
-        self._add_weight(grad_MV, self._hidden[chunk])
-
-    def _add_weight(self, grad_MV: Tensor, hidden_MW: Tensor) -> None:
-        if _adds_to_fp32(grad_MV):
-            kept = 0.0 if self._overwrites else 1.0
-            self._overwrites = False
-            torch.ops.aten.addmm.dtype_out(self.sum, grad_MV.t(), hidden_MW, torch.float32, beta=kept, out=self.sum)
-        else:
-            self.sum.addmm_(grad_MV.t().float(), hidden_MW.float())
-
-    @property
-    def weight(self) -> Tensor:
-        return self.sum.to(self._weight.dtype)
+def _add_all(gradients: Gradients | CodedGradients, vocabulary: int, fill: Callable[[slice, Tensor], None]) -> None:
+    """`fill(rows, grad)` writes the gradient of the logits of these rows, in the model's type."""
+    for chunk in gradients.chunks(PARTS * PIECE_ELEMENTS // 2):
+        grad_MV = gradients.hidden.new_empty(chunk.stop - chunk.start, vocabulary)
+        for part in cut(chunk, vocabulary, PIECE_ELEMENTS // 2):
+            fill(part, grad_MV[part.start - chunk.start : part.stop - chunk.start])
+        gradients.add(chunk, grad_MV)
+        del grad_MV  # the next chunk reuses its memory
 
 
 class _Logprobs(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None, exact: bool
+        ctx: Any,
+        hidden_MW: Tensor,
+        weight_VW: Tensor,
+        targets_M: Tensor,
+        temperatures_M: Tensor | None,
+        exact: bool,
+        form: str,
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty((3, len(targets_M)), dtype=torch.float32, device=hidden_MW.device)
-        for chunk in _chunks(slice(0, len(targets_M)), len(weight_VW), PIECE_ELEMENTS):
+        for chunk in cut(slice(0, len(targets_M)), len(weight_VW), PIECE_ELEMENTS):
             logits_MV = _logits(hidden_MW[chunk], weight_VW, _of(temperatures_M, chunk), exact)
             _measure(logits_MV, targets_M[chunk], out[:, chunk])
         logprobs_M, entropies_M, sums_M = out.unbind()
         ctx.save_for_backward(hidden_MW, weight_VW, targets_M, temperatures_M, sums_M, entropies_M)
+        ctx.form = form
         ctx.set_materialize_grads(False)  # an entropy bonus is rare
         return logprobs_M, entropies_M
 
@@ -139,7 +97,7 @@ class _Logprobs(Function):
     def backward(ctx: Any, grad_M: Tensor | None, grad_entropies_M: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_MW, weight_VW, targets_M, temperatures_M, sums_M, entropies_M = ctx.saved_tensors
         if grad_M is None and grad_entropies_M is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         slopes_M = torch.zeros_like(sums_M) if grad_M is None else grad_M
 
         def fill(part: slice, grad_MV: Tensor) -> None:
@@ -150,34 +108,32 @@ class _Logprobs(Function):
             logits_MV = _logits(hidden_MW[part], weight_VW, temperatures)
             _slopes(logits_MV, targets_M[part], sums_M[part], entropies_M[part], *grads, grad_MV)
 
-        gradients = _Gradients(hidden_MW, weight_VW)
-        gradients.add_all(fill)
-        return gradients.hidden, gradients.weight, None, None, None
+        gradients = gradients_of(hidden_MW, weight_VW, ctx.form)
+        _add_all(gradients, len(weight_VW), fill)
+        return gradients.hidden, gradients.weight.to(weight_VW.dtype), None, None, None, None
 
 
 class _NextToken(Function):
     @staticmethod
-    def forward(ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor, form: str
+    ) -> Tensor:
         logprobs_M = torch.empty(len(targets_M), dtype=torch.float32, device=hidden_MW.device)
-        gradients = _Gradients(hidden_MW, weight_VW)
+        gradients = gradients_of(hidden_MW, weight_VW, form)
         if _makes_powers(hidden_MW, weight_VW):
             from rollmill.models.kernels.powers_triton import next_token_powers
 
-            elements = max(PARTS * PIECE_ELEMENTS // 2, FEWEST_ROWS * len(weight_VW))
-            for chunk in _chunks(slice(0, len(targets_M)), len(weight_VW), elements):
+            for chunk in gradients.chunks(max(PARTS * PIECE_ELEMENTS // 2, FEWEST_ROWS * len(weight_VW))):
                 given = (hidden_MW[chunk], weight_VW, targets_M[chunk], weights_M[chunk], logprobs_M[chunk])
                 gradients.add_powers(chunk, *next_token_powers(*given))
         else:
-            gradients.add_all(
-                lambda part, grad_MV: _next_token_slopes(
-                    _logits(hidden_MW[part], weight_VW, None),
-                    targets_M[part],
-                    weights_M[part],
-                    logprobs_M[part],
-                    grad_MV,
-                )
-            )
-        ctx.save_for_backward(gradients.hidden, gradients.sum)
+
+            def fill(part: slice, grad_MV: Tensor) -> None:
+                logits_MV = _logits(hidden_MW[part], weight_VW, None)
+                _next_token_slopes(logits_MV, targets_M[part], weights_M[part], logprobs_M[part], grad_MV)
+
+            _add_all(gradients, len(weight_VW), fill)
+        ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.dtype = weight_VW.dtype
         return -(logprobs_M * weights_M).sum()
 
@@ -192,7 +148,7 @@ class _NextToken(Function):
             scale_into(sum_VW, grad, grad_weight)
         else:
             torch.mul(sum_VW, grad, out=grad_weight)
-        return grad_hidden.mul_(grad), grad_weight, None, None
+        return grad_hidden.mul_(grad), grad_weight, None, None, None
 
 
 def _makes_powers(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
