@@ -113,10 +113,8 @@ def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> N
     if not coded:
         return
     if form == "fp8":
-        for _, values, into in coded:
-            for (piece, _), (place, _) in zip(_pieces(values, None), _pieces(into, None), strict=True):
-                fp8.round_into(piece, place, fp8.BLOCK)
-        largest, matrices = _largest([into for _, _, into in coded])  # NaN and infinities stay what they are
+        found = [_round_fp8(values, into) for _, values, into in coded]
+        largest, matrices = torch.cat(found), [len(each) for each in found]
     else:
         largest, matrices = _largest([values for _, values, _ in coded])
         for (_, values, into), power in zip(coded, nvfp4.power_of(largest).split(matrices), strict=True):
@@ -181,6 +179,13 @@ def _largest(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     matrices = [tensor.detach().unbind() if tensor.dim() == 3 else (tensor.detach(),) for tensor in tensors]
     found = torch._foreach_norm(list(itertools.chain(*matrices)), math.inf)
     return torch.stack(found).float(), [len(each) for each in matrices]
+
+
+def _round_fp8(values: Tensor, into: Tensor) -> Tensor:
+    """Returns the largest magnitude of each piece, or of each matrix in it. NaN and infinities stay what they are."""
+    pieces = zip(_pieces(values, None), _pieces(into, None), strict=True)
+    found = [fp8.round_blocks(piece, place) for (piece, _), (place, _) in pieces]
+    return torch.cat([blocks.amax((-2, -1)).view(-1) for blocks in found])
 
 
 def _pieces(tensor: Tensor, powers: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:

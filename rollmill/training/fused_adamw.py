@@ -38,7 +38,7 @@ def _pointer(table_ptr, at, TYPE: tl.constexpr):
 @triton.jit
 def _update(
     master_ptr, mean_ptr, square_ptr, served_ptr, grad_ptr, at, inside, scale, lr, decay, beta_mean, beta_square, eps,
-    mean_scale, square_scale, FORM: tl.constexpr,
+    mean_scale, square_scale, serves, FORM: tl.constexpr,
 ):  # fmt: skip
     grad = tl.load(grad_ptr + at, inside).to(tl.float32) * scale
     mean = tl.load(mean_ptr + at, inside)
@@ -51,7 +51,8 @@ def _update(
     tl.store(mean_ptr + at, mean, inside)
     tl.store(square_ptr + at, square, inside)
     tl.store(master_ptr + at, master, inside)
-    tl.store(served_ptr + at, master.to(FORM).to(served_ptr.dtype.element_ty), inside)
+    if serves:
+        tl.store(served_ptr + at, master.to(FORM).to(served_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -70,16 +71,17 @@ def _adamw(
         mean_ptr = _pointer(table_ptr, tensors + owner, tl.float32)
         square_ptr = _pointer(table_ptr, 2 * tensors + owner, tl.float32)
         served_ptr = _pointer(table_ptr, 3 * tensors + owner, SERVED)
+        serves = tl.load(table_ptr + 3 * tensors + owner) != 0
         grad_ptr = _pointer(table_ptr, 4 * tensors + owner, GRAD)
         if start + BLOCK <= size:  # without a mask, accesses are four elements wide
             _update(
                 master_ptr, mean_ptr, square_ptr, served_ptr, grad_ptr, at, None, scale, lr, decay, beta_mean,
-                beta_square, eps, mean_scale, square_scale, FORM,
+                beta_square, eps, mean_scale, square_scale, serves, FORM,
             )  # fmt: skip
         else:
             _update(
                 master_ptr, mean_ptr, square_ptr, served_ptr, grad_ptr, at, at < size, scale, lr, decay, beta_mean,
-                beta_square, eps, mean_scale, square_scale, FORM,
+                beta_square, eps, mean_scale, square_scale, serves, FORM,
             )  # fmt: skip
 
 
@@ -208,13 +210,18 @@ def _zeros(like: Sequence[Tensor]) -> list[Tensor]:
 class FusedAdamW:
     """For tensors that do not move. Gradients may be elsewhere each time."""
 
-    def __init__(self, groups: Sequence[Group], decays: Sequence[float], form: torch.dtype) -> None:
+    def __init__(
+        self, groups: Sequence[Group], decays: Sequence[float], form: torch.dtype, unserved: Sequence[bool] = ()
+    ) -> None:
+        """`unserved`: whose served copies are not written here, because codes are made from the masters."""
         self._groups, self._form = list(groups), form
         self.sums, self.norm = GradientSums(), GradientNorm()
         self._device = groups[0].master.device
         self._cut = _Blocks([group.master for group in groups], _BLOCK)
         addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*groups, strict=True)]
         assert not any(address % _ALIGNED for column in addresses for address in column)
+        for index in itertools.compress(range(len(groups)), unserved):
+            addresses[3][index] = 0
         self._table = torch.tensor([*addresses, addresses[0]]).to(self._device)
         self._addresses: list[int] = []  # of the gradients in the table
         self._decays = torch.tensor(decays, dtype=torch.float32).to(self._device)

@@ -165,7 +165,8 @@ class MasterOptimizer:
         named = (self._masters, self._means, self._squares, self._served)
         groups = [Group(*(tensors[name].detach() for tensors in named)) for name in self._squares]
         decays = [self._config.weight_decay if group.master.ndim > 1 else 0.0 for group in groups]
-        return FusedAdamW(groups, decays, DTYPES.get(self._form, torch.bfloat16))
+        unserved = [name in self._rounded for name in self._squares] if is_quantised(self._form) else []
+        return FusedAdamW(groups, decays, DTYPES.get(self._form, torch.bfloat16), unserved)
 
     def _update_fused(self, gradients: dict[str, Tensor], lr: float) -> Update:
         """The norm is read last, when all work is queued. The kernel changes nothing if the norm is not finite."""

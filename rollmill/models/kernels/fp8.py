@@ -81,6 +81,16 @@ def round_into(x: Tensor, out: Tensor, rows: int) -> Tensor:
     return out.copy_(_whole((blocks * inverse(scales)).to(CODES).float().mul_(scales), x.shape))
 
 
+def round_blocks(x: Tensor, out: Tensor) -> Tensor:
+    """The same for blocks of 128 × 128. Returns the largest magnitude of each block, not finite if the block is not."""
+    if _one_pass(x) and out.is_contiguous():
+        from rollmill.models.kernels import fp8_triton
+
+        return fp8_triton.round_blocks(x, out)
+    round_into(x, out, BLOCK)
+    return _blocks(out, BLOCK).abs().amax((-3, -1))
+
+
 def _one_pass(x: Tensor) -> bool:
     return has_e4m3(x.device) and x.is_contiguous() and x.numel() > 0
 

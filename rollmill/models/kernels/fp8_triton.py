@@ -28,9 +28,10 @@ def token_codes(x):
 @triton.jit
 def _quantise_fp8(
     x_ptr, out_ptr, scale_ptr, rows, columns, scale_row, scale_column, scale_matrix, TOKENS: tl.constexpr,
-    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One tile: 128 columns of one block of rows, or of several tokens with one scale each."""
+    """One tile: 128 columns of one block of rows, or of several tokens with one scale each. With LARGEST the block's
+    largest magnitude is written instead of a scale, and infinity if there is a NaN."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     matrix = tl.program_id(2).to(tl.int64)
@@ -48,6 +49,9 @@ def _quantise_fp8(
         codes = (x * inverse).to(tl.float8e4nv)
         if CODES:
             tl.store(scale_ptr + scale_at + tl.program_id(0) * scale_row, scale)
+        if LARGEST:
+            magnitude = tl.where(x == x, tl.abs(x), float("inf"))
+            tl.store(scale_ptr + scale_at + tl.program_id(0) * scale_row, tl.max(tl.max(magnitude, 1), 0))
     if TRANSPOSED:
         at = (matrix * columns + column)[:, None] * rows + row[None, :]
         tl.store(out_ptr + at, tl.trans(codes), tl.trans(inside))
@@ -57,25 +61,25 @@ def _quantise_fp8(
         tl.store(out_ptr + at, (codes.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), inside)
 
 
-def _launch(x: Tensor, out: Tensor, scales: Tensor | None, rows: int, *, transposed: bool = False) -> None:
+def _launch(
+    x: Tensor, out: Tensor, scales: Tensor | None, rows: int, *, transposed: bool = False, largest: bool = False
+) -> None:
     lead = x.shape[:-2].numel()
     tile = _TOKENS if rows == 1 else rows
     strides = (0, 0, 0) if scales is None else (*scales.stride()[-2:], scales.stride(0))
     grid = (triton.cdiv(x.shape[-2], tile), triton.cdiv(x.shape[-1], BLOCK.value), lead)
     _quantise_fp8[grid](
-        x, out, scales, *x.shape[-2:], *strides, TOKENS=rows == 1, CODES=scales is not None,
-        TRANSPOSED=transposed, ROWS=tile, num_warps=4 if rows == 1 else 8,
+        x, out, scales, *x.shape[-2:], *strides, TOKENS=rows == 1, CODES=scales is not None and not largest,
+        TRANSPOSED=transposed, LARGEST=largest, ROWS=tile, num_warps=4 if rows == 1 else 8,
     )  # fmt: skip
 
 
 def quantise(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Like `fp8.quantise`. The scales of tokens are stored column by column, as the product needs them."""
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    shape = (*x.shape[:-2], triton.cdiv(x.shape[-2], rows), triton.cdiv(x.shape[-1], BLOCK.value))
+    scales = _per_block(x, rows)
     if rows == 1:
-        scales = torch.empty(shape[::-1], dtype=torch.float32, device=x.device).t()
-    else:
-        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+        scales = torch.empty(scales.shape[::-1], dtype=torch.float32, device=x.device).t()
     _launch(x, codes, scales, rows)
     return codes, scales
 
@@ -94,3 +98,15 @@ def quantise_transposed(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
 def round_into(x: Tensor, out: Tensor, rows: int) -> Tensor:
     _launch(x, out, None, rows)
     return out
+
+
+def round_blocks(x: Tensor, out: Tensor) -> Tensor:
+    """Like `fp8.round_blocks`."""
+    largest = _per_block(x, BLOCK.value)
+    _launch(x, out, largest, BLOCK.value, largest=True)
+    return largest
+
+
+def _per_block(x: Tensor, rows: int) -> Tensor:
+    shape = (*x.shape[:-2], triton.cdiv(x.shape[-2], rows), triton.cdiv(x.shape[-1], BLOCK.value))
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
