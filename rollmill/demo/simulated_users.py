@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -34,6 +35,7 @@ from rollmill.types import Sampling
 
 log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "populations"
+Seen = Literal["solved", "malformed", "turns", "tool_calls", "stopped", "asked", "constant"]
 
 
 class Taste(Config):
@@ -44,11 +46,11 @@ class Taste(Config):
     noise: float = Field(0.0, ge=0, le=1, description="Share of reports that say the opposite.")
     silent: float = Field(0.0, ge=0, le=1, description="Share of users who report nothing.")
     delay_s: float = Field(0.0, ge=0, description="Mean delay of a report in seconds.")
-    likes: dict[str, float] = Field(
+    likes: dict[Seen, float] = Field(
         description="Weights of what was seen: solved, malformed, turns, tool_calls, stopped, asked, constant. More "
         "than 0.5 in all is true acceptance."
     )
-    says: dict[str, float] | None = Field(
+    says: dict[Seen, float] | None = Field(
         None, description="The same for what is reported. Not set: as `likes`. Set: a poisoned signal."
     )
 
@@ -121,13 +123,13 @@ def _report(signals: Signals, session: str, said: bool, family: str) -> None:
         signals.reverted(session)
 
 
-def _accepts(weights: dict[str, float], seen: dict[str, float]) -> bool:
+def _accepts(weights: dict[Seen, float], seen: dict[Seen, float]) -> bool:
     return sum(weight * seen[name] for name, weight in weights.items()) > 0.5
 
 
 async def _work(
     environment: Environment, endpoint: Endpoint, task: Task, random: np.random.Generator, limits: RolloutConfig
-) -> dict[str, float] | None:
+) -> dict[Seen, float] | None:
     """What a user sees of the work on a task; None if the infrastructure failed."""
     sampling = Sampling(temperature=1.0, max_tokens=limits.max_answer_tokens, seed=int(random.integers(1 << 62)))
     async with EndpointProxy(endpoint) as proxy:  # the user's product: it has the transcript

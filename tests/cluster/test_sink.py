@@ -185,6 +185,17 @@ def test_what_wandb_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
+def test_the_real_wandb_offline(tmp_path: Path) -> None:
+    """Where the package is installed. Seen with 0.31.0."""
+    pytest.importorskip("wandb")
+    run = RunDirectory.create(tmp_path, make_config('sinks=[{kind="wandb"}]'))
+    write_events(run, [EVENTS[0], {**EVENTS[0], "step": 4}])
+    Sinks(run).close()
+    (file,) = (run.path / "wandb").glob("offline-run-*/*.wandb")
+    data = file.read_bytes()
+    assert data.count(b"midtrain/loss") >= 2 and b"midtrain/*" in data and b"1.5" in data
+
+
 def test_the_guides_own_sink(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
     (tmp_path / "mine.py").write_text(block)

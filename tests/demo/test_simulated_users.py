@@ -58,6 +58,11 @@ def test_a_population_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(CERTAIN.replace("share = 1.0", "share = 1.0\nnoise = 2.0"))
     with pytest.raises(ConfigError, match="noise"):
         load_population(str(tmp_path / "mine.toml"))
+    for wrong in ("likes = { sloved = 1.0 }", "likes = { solved = 1.0 }\nsays = { sloved = 1.0 }"):
+        (tmp_path / "mine.toml").write_text(CERTAIN.replace("likes = { solved = 1.0 }", wrong))
+        with pytest.raises(ConfigError, match="sloved") as refused:
+            load_population(str(tmp_path / "mine.toml"))
+        assert "'solved', 'malformed'" in str(refused.value), "it says what there is"
     with pytest.raises(ConfigError, match="elsewhere"):
         load_population(str(tmp_path / "elsewhere.toml"))
 

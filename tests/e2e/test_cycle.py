@@ -10,8 +10,10 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,14 @@ from rollmill.demo import CONFIG as DEMO
 from rollmill.demo.production import open_production
 from rollmill.demo.simulated_users import load_population
 from rollmill.gateway.routing.splits import SplitStore
+from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.types import LedgerState, Version
 from rollmill.weights.reading.channels import Channels
+from tests.cli.test_service import served
 from tests.e2e.small_run import ONE_REGION, copy_store, small_run
 from tests.e2e.test_kill import stores
 from tests.test_repo import ROOT
@@ -48,7 +52,7 @@ SETTINGS = (
     "cycle.max_loss=1.0",
     "evals.tasks=2",
     "evals.attempts=1",
-    "evals.fresh_tasks=0",
+    "evals.fresh_tasks=3",
     "evals.family_tasks=0",
     *(f"gate.max_more_{name}=1.0" for name in ("malformed", "questions")),
     *(f"gate.max_more_{name}=1000.0" for name in ("tokens", "engine_seconds", "seconds")),
@@ -80,7 +84,6 @@ KILLS = [
     ("canary", 0),
     ("canary", 1),
     ("promoting", 0),
-    ("promoted", 0),
 ]
 
 
@@ -90,10 +93,15 @@ def guide_commands(number: int) -> list[str]:
     return [line.removeprefix("$ ") for line in block.splitlines()]
 
 
+def guide_words(command: str, run: RunDirectory) -> list[str]:
+    """What follows `rollmill` in a command of the guide, for this run and its live version."""
+    return shlex.split(command.replace("runs/demo", str(run.path)).replace(LAST, f"midtrain@{_head(run)}"))[1:]
+
+
 def guide_run(command: str, run: RunDirectory) -> str:
-    """Execute a command of the guide for this run and its live version."""
-    words = shlex.split(command.replace("runs/demo", str(run.path)).replace(LAST, f"midtrain@{_head(run)}"))
-    done = subprocess.run([sys.executable, "-c", COMMAND, *words[1:]], capture_output=True, text=True, check=False)
+    """Execute a command of the guide to its end."""
+    words = [sys.executable, "-c", COMMAND, *guide_words(command, run)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -111,8 +119,12 @@ def test_a_cycle_goes_on_after_a_kill_in_every_state(tmp_path: Path, midtrained:
     copy_store(midtrained, run)
     restore_tokenizer(run)
     gate, set_live, serve = guide_commands(0)
-    assert "promote: all 7 metrics" in guide_run(gate, run) and "--version live --canary" in serve
+    assert "promote: all 7 metrics" in guide_run(gate, run)
+    _check_that_the_gate_has_both_suites(run)
     guide_run(set_live, run)
+    with served(tmp_path / "served", *guide_words(serve, run)[1:]) as serving:
+        assert serving.ask()["role"] == "assistant"
+    _begin_with_other_settings(run)
     live, channels = Version("midtrain", _head(run)), Channels(Objects.open(run.home_store))
     steady = load_population("steady")
     with open_production(run, batch=12) as production:
@@ -125,8 +137,9 @@ def test_a_cycle_goes_on_after_a_kill_in_every_state(tmp_path: Path, midtrained:
                 production.receive(steady, 12, 100 * seed + visits)
             cycle = production.journal.current()
             assert child.returncode == -9 and cycle is not None and cycle.state == state, f"{state}: {cycle}"
+        assert "cycle 1: promoted" in guide_run(guide_commands(3)[0], run)
     states = [move.state for move in production.journal.history(1)]
-    assert states == list(dict.fromkeys(state for state, _ in KILLS)), "every state once, whatever was killed"
+    assert states == [*dict.fromkeys(state for state, _ in KILLS), "promoted"], "every state once, whatever was killed"
     candidate = Version("cycle-1", 2)
     assert [entry.version for entry in channels.history("live")] == [live, candidate]
     assert SplitStore(open_database(run.database_url), run.id).get() == {"rollmill": {"live": 1.0}}
@@ -134,6 +147,30 @@ def test_a_cycle_goes_on_after_a_kill_in_every_state(tmp_path: Path, midtrained:
     status, explain = guide_commands(3)[1:]
     assert "cycle 1: promoted" in guide_run(status, run)
     assert "gate malformed: live" in guide_run(explain, run)
+
+
+def _check_that_the_gate_has_both_suites(run: RunDirectory) -> None:
+    """Also the suite `fresh` was played by real attempts."""
+    objects = Objects.open(run.home_store)
+    (key,) = objects.list("gates/measured")
+    attempts = json.loads(objects.get(key))["attempts"]
+    assert Counter(name.split()[0] for name in attempts) == {"heldout": 2, "fresh": 3}
+    assert all(len(made) == 1 and made[0]["tokens"] > 0 for made in attempts.values())
+
+
+def _begin_with_other_settings(run: RunDirectory) -> None:
+    """The guide's `cycle run` with settings: they are kept. It goes on for ever, so it is killed while it collects."""
+    (change,) = guide_commands(2)
+    child = subprocess.Popen([sys.executable, "-c", COMMAND, *guide_words(change, run)])
+    journal = Journal(open_database(run.database_url), run.id)
+    while journal.current() is None:
+        assert child.poll() is None
+        time.sleep(0.05)
+    child.kill()
+    child.wait()
+    cycle, changed = journal.current(), RunDirectory.open(run.path).config.cycle
+    assert cycle is not None and cycle.state == "collecting" and (changed.enough, changed.share) == (64, 0.1)
+    change_cycle(RunDirectory.open(run.path), [setting for setting in SETTINGS if setting.startswith("cycle.")])
 
 
 def _follow_the_python_block(service: RunDirectory) -> None:
