@@ -1,7 +1,8 @@
 """Where the gateways of a run are: `gateway`, and with `gateway.replicas` also `gateway-2` …
 
 On one host each has a port that the run keeps. In a cluster it may be on any node, and on another one when its node is
-lost. So it writes its URL into the run's store when it starts, and whoever cannot reach it looks there again.
+lost. So it writes its URL into the run's store when it starts, and whoever cannot reach it looks there again. On the
+same node it keeps its port: the agents of its open sessions know no other.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from urllib.parse import urlsplit
 
-from rollmill.cluster.ports import free_ports
+from rollmill.cluster.ports import PORTS, free_ports, is_free
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import StorageError
 from rollmill.storage.objects import Objects
@@ -53,6 +55,20 @@ def announce_gateway(run: RunDirectory, role: str = "gateway") -> RunDirectory:
     """The run with a port for this gateway on this host. If the run keeps none, the URL is written into its store."""
     if role in run.ports:
         return run
-    run = replace(run, ports={**run.ports, role: free_ports(1, run.host)[0]})
+    run = replace(run, ports={**run.ports, role: _port_before(run, role) or free_ports(1, run.host)[0]})
     Objects.open(run.home_store).put(key_of(role), json.dumps({"url": run.url(role)}).encode())
     return run
+
+
+def _port_before(run: RunDirectory, role: str) -> int | None:
+    """The port that this gateway had, if that was on this host, its sessions are still here, and the port is free."""
+    url = find_gateway(run, role)
+    if url is None or not (run.path / role).is_dir():
+        return None
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        return None
+    if port is None or port not in PORTS or replace(run, ports={role: port}).url(role) != url:
+        return None
+    return port if is_free(run.host, port) else None

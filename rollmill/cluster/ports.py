@@ -28,6 +28,15 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     return found
 
 
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there now."""
+    try:
+        _hold(host, port).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def held_port(host: str, port: int | None, default: int | None = None) -> Iterator[int]:
     """The port asked for; otherwise `default`, or another one if that is taken. Raises ConfigError if it is taken.

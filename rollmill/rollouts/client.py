@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
@@ -37,6 +37,7 @@ class _Gateway:
     url: str = ""  # empty: it is not known where it is
     away: float = 0.0
     away_since: float | None = None  # since then it cannot be reached
+    moved: asyncio.Event = field(default_factory=asyncio.Event)  # set when `url` changes; then there is another one
 
     def away_seconds(self) -> float:
         return self.away + (time.monotonic() - self.away_since if self.away_since is not None else 0.0)
@@ -44,7 +45,10 @@ class _Gateway:
     async def look(self) -> None:
         """It may be on another host now."""
         found: str | None = await asyncio.to_thread(self.find)
-        self.url = found or self.url
+        if found and found != self.url:
+            self.url = found
+            self.moved.set()
+            self.moved = asyncio.Event()
 
 
 class GatewayClient:
@@ -84,6 +88,12 @@ class GatewayClient:
     def url_of(self, trajectory: str) -> str:
         """The URL of the gateway that has the session of a trajectory."""
         return self._of(trajectory).url
+
+    async def moved(self, trajectory: str, url: str) -> None:
+        """Return when the gateway of a trajectory is no longer at `url`: it was started again elsewhere."""
+        gateway = self._of(trajectory)
+        while gateway.url == url:
+            await gateway.moved.wait()
 
     def _of(self, trajectory: str) -> _Gateway:
         return self._gateways[gateway_of(trajectory, len(self._gateways))]

@@ -214,7 +214,10 @@ class Dispatcher:
         return outcome
 
     def _count_failure(self, outcome: Outcome) -> None:
-        """One failed rollout is data. `give_up_after` failures in a row mean that the host is broken: stop the run."""
+        """One failed rollout is data. `give_up_after` failures in a row mean that the host is broken: stop the run.
+        A lost gateway is no such failure, however many rollouts it had."""
+        if outcome.moved:
+            return
         self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.reward is None else 0
         if self._failures_in_a_row >= self._config.give_up_after:
             raise HarnessError(

@@ -65,6 +65,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 60.0  # for what surrounds the agent's own time: to get a machine and a session, to hand in, to seal
 _CHECK_S = 1.0  # between two looks at the clock of an episode whose time seems to be over
 _HEALTH_S = 5.0  # for the gateway to say whether an engine serves
+_MOVED = "gateway_moved"  # code of a GatewayError
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Outcome:
     seconds: float = 0.0  # the agent's own time
     asked: bool = False  # it ended with a question instead of work
     lost: bool = False  # the infrastructure failed before anything was handed in: a fresh attempt may succeed
+    moved: bool = False  # lost with its gateway, as all rollouts of that gateway: this host is not at fault
 
     @property
     def solved(self) -> bool:
@@ -157,7 +159,8 @@ async def _settle(
     except Exception as error:
         reason = reason_of(error, trajectory)
         lost = handed_in is None and isinstance(error, MachineError | HarnessError | GatewayError)
-        outcome = Outcome(trajectory, None, None, reason=reason, lost=lost)
+        moved = isinstance(error, GatewayError) and error.code == _MOVED
+        outcome = Outcome(trajectory, None, None, reason=reason, lost=lost, moved=moved)
         await give_up(context, trajectory, reason)
     finally:
         if handed_in is not None:
@@ -210,9 +213,9 @@ async def _attempt(
                 trajectory, traffic="rollout", min_version=min_version, line=context.line, task_id=task.id, **facts
             )
         clock, options = await _begin(context, trajectory, machine, min_version, found)
-        url = f"{context.gateway.url_of(trajectory)}/v1"
-        run = context.harness.run(task, clock.machine, base_url=url, api_key=key, sampling=sampling, **options)
-        result, seconds = await _run_harness(context, task, clock, asyncio.ensure_future(run), min_version)
+        url = context.gateway.url_of(trajectory)
+        run = context.harness.run(task, clock.machine, base_url=f"{url}/v1", api_key=key, sampling=sampling, **options)
+        result, seconds = await _run_harness(context, task, clock, asyncio.ensure_future(run), min_version, url)
         # an agent can make packing slow: its own limit must end it first, so that the agent earns nothing
         packing_s = work_diff.PACK_S * machine.capabilities.slowdown
         async with _within_grace("to read what was handed in", packing_s):
@@ -281,27 +284,36 @@ def time_limit(context: RolloutContext, task: Task) -> float:
 
 
 async def _run_harness(
-    context: RolloutContext, task: Task, clock: Clock, work: asyncio.Future[HarnessResult], min_version: int
+    context: RolloutContext, task: Task, clock: Clock, work: asyncio.Future[HarnessResult], min_version: int, url: str
 ) -> tuple[HarnessResult, float]:
     """Let the agent work until it ends or its own time is over. Returns how it ended, and its own seconds.
 
     Running out of time is its own doing, and graded. Unless it waited for a model that nobody serves: then HarnessError
-    or GatewayError.
+    or GatewayError. GatewayError too as soon as its gateway is no longer at `url`: the agent knows no other address.
     """
     limit, seconds = time_limit(context, task), 0.0
-    pause = limit
+    pause, moved, elsewhere = limit, asyncio.ensure_future(context.gateway.moved(clock.trajectory, url)), False
     try:
         while True:
-            await asyncio.wait([work], timeout=pause)
-            if work.done() and work.exception() is not None:
+            await asyncio.wait([work, moved], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            elsewhere = moved.done() and not work.done()
+            if elsewhere or (work.done() and work.exception() is not None):
                 break
             seconds = await clock.seconds()
             if work.done() or seconds >= limit:
                 break
             pause = min(limit - seconds, _CHECK_S)
     finally:
+        moved.cancel()
         work.cancel()  # without effect if it has ended
         await asyncio.wait([work])
+    if elsewhere:
+        raise GatewayError(
+            f"the gateway of this session is no longer at {url}, and the agent knows no other address",
+            status=503,
+            code=_MOVED,
+            hint="the rollout is tried again; the log of the gateway says why it was started elsewhere",
+        ) from (None if work.cancelled() else work.exception())
     if not work.cancelled():
         return work.result(), seconds
     await context.gateway.wait_until_serving(min_version, context.line, patience_s=_HEALTH_S, of=clock.trajectory)

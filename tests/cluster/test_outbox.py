@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rollmill.cluster import naming, outbox
 from rollmill.cluster.addresses import announce_gateway, find_gateway, key_of
 from rollmill.cluster.naming import describe_run, open_by_url, url_of
 from rollmill.cluster.outbox import Outbox, bring, send_report
+from rollmill.cluster.ports import PORTS
 from rollmill.cluster.presence import Presence
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError
@@ -110,6 +112,14 @@ def test_a_run_is_named_by_the_url_of_its_objects(tmp_path: Path, monkeypatch: p
     assert find_gateway(elsewhere) is None
     there = announce_gateway(replace(elsewhere, host="127.0.0.9"))
     assert find_gateway(elsewhere) == f"http://127.0.0.9:{there.ports['gateway']}"
+    # started again where its sessions are, it has the same port; another one if somebody has taken that
+    (there.path / "gateway").mkdir(parents=True)
+    again = replace(elsewhere, host="127.0.0.9")
+    assert announce_gateway(again).ports == there.ports
+    with socket.create_server(("127.0.0.9", there.ports["gateway"])):
+        assert announce_gateway(again).ports != there.ports
+    Objects.open(url).put(key_of("gateway"), json.dumps({"url": "http://127.0.0.9:99999"}).encode())
+    assert announce_gateway(again).ports["gateway"] in PORTS
     Objects.open(url).put(key_of("gateway"), json.dumps({"url": "file:///etc/passwd"}).encode())
     assert find_gateway(elsewhere) is None
 

@@ -16,7 +16,8 @@ from rollmill.environments.task import WholeDiff
 from rollmill.rollouts import rollout, work_diff
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.hand_in import load_hand_in
-from tests.rollouts.world import ADMIN, World, make_task
+from tests.rollouts.test_dispatcher import SIZE, dispatch
+from tests.rollouts.world import ADMIN, RUN, World, make_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -75,6 +76,8 @@ class Door:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection(*self._target)
         self._writers |= {writer, inner_writer}
+        if not self._server.is_serving():  # it was closed meanwhile
+            self.close()
         await asyncio.gather(self._copy(reader, inner_writer), self._copy(inner_reader, writer))
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,6 +104,34 @@ async def test_time_without_a_gateway_is_not_the_episodes(world: World) -> None:
         outcome = await world.play(context=replace(world.context, gateway=gateway, timeout_s=2.0))
     door.close()
     assert outcome.solved and outcome.result is not None and outcome.result.stop == "done", outcome
+
+
+async def test_rollouts_whose_gateway_is_elsewhere_now_are_tried_again_at_once(world: World) -> None:
+    """All of them wait for an answer from its old address, where nobody listens any more. They are more than the
+    failures in a row that stop a run."""
+    doors = [Door(world.context.gateway.base_url) for _ in range(2)]
+    for door in doors:
+        await door.open()
+    where = doors[0]
+    asked: set[str] = set()
+
+    async def move(session: str, turn: int) -> None:
+        nonlocal where
+        asked.add(session)
+        while len(asked) < SIZE:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if where is doors[0]:
+            where = doors[1]
+            doors[0].close()
+
+    world.engine.on_turn = move
+    async with GatewayClient(lambda: where.url, ADMIN) as gateway:
+        await dispatch(world, context=replace(world.context, gateway=gateway), groups=1, give_up_after=2)
+    doors[1].close()
+    members = world.ledger.members([f"{RUN}-000000"])[f"{RUN}-000000"]
+    assert sorted(row.id for row in members) == [f"{RUN}-000000-{member}_1" for member in range(SIZE)]
+    reasons = [reason for _, reason in world.ledger.reasons()]
+    assert reasons and all(f"is no longer at {doors[0].url}, " in str(reason) for reason in reasons), reasons
 
 
 @dataclass
