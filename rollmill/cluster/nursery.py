@@ -239,6 +239,7 @@ def main(descriptor: int, directory: Path | None = None) -> int:
         end_with_parent()
     setproctitle("rollmill nursery")  # once before the environment changes: it looks for its place there
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nursery = os.getpid()
     own, (woken, wake) = socket.socket(fileno=descriptor), _wake_when_children_end()
     askers = [] if directory else [_Asker(own)]
     left: list[_Asker] = []  # their children are dying
@@ -266,7 +267,7 @@ def main(descriptor: int, directory: Path | None = None) -> int:
                 if _serve(asker, request) == 0:
                     for each in (own, woken, wake, *(asker.socket for asker in askers)):
                         each.close()
-                    return _be(request)
+                    return _be(request, nursery)
 
 
 def _wake_when_children_end() -> tuple[socket.socket, socket.socket]:
@@ -312,8 +313,8 @@ def _import(kind: str, ranks: bool) -> None:
     gc.freeze()  # the collector of a child would copy the pages of all these objects
 
 
-def _be(request: dict[str, Any]) -> int:
-    """Become the role process."""
+def _be(request: dict[str, Any], nursery: int) -> int:
+    """Become the role process. `nursery` is the pid that its parent must have: it may have died since the fork."""
     from rollmill.cluster import role
     from rollmill.cluster.handed import take
 
@@ -321,7 +322,6 @@ def _be(request: dict[str, Any]) -> int:
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    nursery = os.getppid()
     os.setpgid(0, 0)
     try:
         log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -11,12 +11,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from rollmill.cluster.handed import hand_to
 from rollmill.cluster.launcher import FINAL
 from rollmill.cluster.launchers.keeper import Keeper
 from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.run import RunDirectory
 from rollmill.storage.objects import Objects
+
+# a process that is forked goes on when its parent has died
+LATE = """
+import os, sys, time
+def wait(nursery=os.getpid()):
+    while os.getppid() == nursery:
+        time.sleep(0.01)
+if "rollmill.cluster.nursery" in sys.orig_argv:
+    os.register_at_fork(after_in_child=wait)
+"""
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -44,6 +56,15 @@ def find(title: str) -> list[int]:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if parent(int(entry.name)) == pid:
+                found.append(int(entry.name))
+    return found
 
 
 def gone(pid: int) -> bool:
@@ -80,10 +101,35 @@ def test_keepers_of_a_node_share_one_nursery(make_run: Callable[..., RunDirector
     assert not list(place.iterdir())
 
 
+def test_a_process_whose_nursery_dies_while_it_is_forked_ends(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "sitecustomize.py").write_text(LATE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "late"), os.getcwd()]))
+    run.logs.mkdir(exist_ok=True)
+    nursery = Nursery()
+    child = nursery.start(
+        "store", hand_to(run, "store"), (), name="rollmill late", environment={}, log=run.logs / "store.log"
+    )
+    assert nursery._process is not None
+    pid = nursery._process.pid
+    until(lambda: children(pid))
+    [forked] = children(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert child.wait(60.0) == -signal.SIGKILL
+    until(lambda: gone(forked))  # it would work for ever, and nobody would know of it
+
+
 def test_a_keeper_tells_how_its_process_ended(run: RunDirectory, tmp_path: Path) -> None:
     keeper = Keeper(run.id, str(run.home_store), "gateway", str(tmp_path / "nodes"), lambda: "127.0.0.1")
     assert keeper.poll() == (None, None, "")
+    in_the_way = tmp_path / "nodes" / run.id / "nursery-127.0.0.1"
+    in_the_way.touch()
     keeper.begin("it", "gateway", hand_to(run, "gateway"), (), {}, again=False)
+    assert keeper.poll()[:2] == ("it", 1) and "no nursery on node 127.0.0.1: [Errno 17]" in keeper.poll()[2]
+    in_the_way.unlink()
+    keeper.begin("it", "gateway", hand_to(run, "gateway"), (), {}, again=True)
     until(lambda: keeper.poll()[1] is not None)
     doing, code, words = keeper.poll()
     assert (doing, code) == ("it", FINAL) and "tokenizer" in words

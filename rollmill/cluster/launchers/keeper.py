@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +35,10 @@ class Keeper:
         self._name, self._directory = name, Path(scratch).expanduser() / run_id
         for folder in ("events", "logs"):
             (self._directory / folder).mkdir(parents=True, exist_ok=True)
-        self._nursery = Nursery(self._directory / "nursery")
+        self._nursery = Nursery(self._directory / f"nursery-{self._address}")  # nodes may share the directory
         self._child: Child | None = None
         self._doing: str | None = None
+        self._refused: str | None = None  # why the process could not be started
         files = (f"events/{name}.jsonl", f"logs/{name}.log")
         self._outbox, self._sending = Outbox(Objects.open(store), self._directory, files), threading.Lock()
         threading.Thread(target=self._send_forever, daemon=True).start()
@@ -58,18 +60,23 @@ class Keeper:
         if self._child is not None and self._doing == doing and not again:
             return
         self.end()
-        self._child = self._nursery.start(
-            role,
-            {**handed, "path": str(self._directory), "host": self._address},
-            arguments,
-            name=f"rollmill {self._name} {self._directory}",
-            environment=environment,
-            log=self._directory / "logs" / f"{self._name}.log",
-        )
         self._doing = doing
+        try:
+            self._child = self._nursery.start(
+                role,
+                {**handed, "path": str(self._directory), "host": self._address},
+                arguments,
+                name=f"rollmill {self._name} {self._directory}",
+                environment=environment,
+                log=self._directory / "logs" / f"{self._name}.log",
+            )
+        except (OSError, subprocess.SubprocessError) as error:  # nobody waits for this method: `poll` tells
+            self._refused = f"no nursery on node {self._address}: {error}"
 
     def poll(self) -> tuple[str | None, int | None, str]:
         """What it does (None: nothing yet on this node), its exit code, and the end of its log if it has failed."""
+        if self._refused is not None:
+            return self._doing, 1, self._refused
         code = self._child.poll() if self._child is not None else None
         return self._doing, code, last_words(self._directory / "logs", self._name) if code else ""
 
@@ -79,7 +86,7 @@ class Keeper:
             if self._child.wait(patience_s) is None:
                 self._child.signal(signal.SIGKILL)
                 self._child.wait(STOP_PATIENCE_S)
-        self._child = self._doing = None
+        self._child = self._doing = self._refused = None
         self._send()
 
     def _send_forever(self) -> None:
