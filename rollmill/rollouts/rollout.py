@@ -292,10 +292,12 @@ async def _run_harness(
     or GatewayError. GatewayError too as soon as its gateway is no longer at `url`: the agent knows no other address.
     """
     limit, seconds = time_limit(context, task), 0.0
-    pause, moved, elsewhere = limit, asyncio.ensure_future(context.gateway.moved(clock.trajectory, url)), False
+    pause, elsewhere = limit, False
+    moved = asyncio.ensure_future(context.gateway.moved(clock.trajectory, url))
+    either: list[asyncio.Future[Any]] = [work, moved]
     try:
         while True:
-            await asyncio.wait([work, moved], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             elsewhere = moved.done() and not work.done()
             if elsewhere or (work.done() and work.exception() is not None):
                 break
