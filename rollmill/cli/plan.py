@@ -44,7 +44,7 @@ def plan_run(
     planned = plan(config, GPUS[gpu], gpus, rollout_tokens)
     console = Console(highlight=False)
     console.print(_head(planned, gpus))
-    console.print(_table(planned, len(config.regions)))
+    console.print(_table(planned))
     if not GPUS[gpu].measured:
         console.print(f"{gpu}: scaled from the H200 by its memory and bandwidth, not measured.")
 
@@ -61,7 +61,7 @@ def _head(plan: Plan, gpus: int) -> str:
     return f"{gpus} × {plan.gpu.name}: {plan.trainer.ranks} for the trainer, {engines}{each} · {parameters}"
 
 
-def _table(plan: Plan, regions: int) -> Table:
+def _table(plan: Plan) -> Table:
     from rich.table import Table
 
     trainer, engine = plan.trainer, plan.engine
@@ -90,13 +90,22 @@ def _table(plan: Plan, regions: int) -> Table:
         f"{plan.step_tokens:,.0f} tokens: training {_seconds(plan.train_seconds)}, "
         f"sampling {_seconds(plan.generate_seconds)}",
     )
-    hourly = plan.delta_bytes * 3600 / plan.step_seconds
-    table.add_row(
-        "weights, per region",
-        f"{plan.delta_bytes / 1e6:,.1f} MB per step",
-        f"{hourly / 1e9:,.1f} GB per hour to each of {regions}; {_seconds(plan.delta_bytes / 125e6)} at 1 Gbit/s",
-    )
+    for size, regions in _by_size(plan).items():
+        hourly = size * 3600 / plan.step_seconds
+        table.add_row(
+            "weights, per region",
+            f"{size / 1e6:,.1f} MB per step",
+            f"{hourly / 1e9:,.1f} GB per hour to each of {', '.join(regions)}; {_seconds(size / 125e6)} at 1 Gbit/s",
+        )
     return table
+
+
+def _by_size(plan: Plan) -> dict[float, list[str]]:
+    """Bytes per step → the regions that get so many: those whose engines serve the same forms."""
+    found: dict[float, list[str]] = {}
+    for region, size in plan.region_bytes.items():
+        found.setdefault(size, []).append(region)
+    return found
 
 
 def _gib(count: float) -> str:

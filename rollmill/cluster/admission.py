@@ -186,7 +186,7 @@ class _Names:
         lineage = trace_lineage(weights, line, run.config.form)
         by_digest = {}
         for each in lineage.offsets:  # from the stage's line to its ancestors: those names win
-            for form in {run.config.form, FORM} & set(weights.forms(each)):
+            for form in {*run.config.forms, FORM} & set(weights.forms(each)):
                 for number in weights.numbers(each, form):
                     digest = weights.manifest(Version(each, number), form).digest
                     by_digest[form, digest] = Version(each, number)

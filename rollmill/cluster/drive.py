@@ -119,7 +119,7 @@ def _start_serving(launcher: Launcher, run: RunDirectory, stage: StageSection) -
         launcher.start("store", service=True)  # other regions read the directory over HTTP
     for role in run.config.gateways:
         launcher.start(role, service=True)
-    engines = Engines(run, launcher, ("line", stage.name, run.config.form))
+    engines = Engines(run, launcher, ("line", stage.name))
     engines.adjust()
     return engines
 

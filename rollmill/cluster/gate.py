@@ -180,7 +180,7 @@ def suite_digest(run: RunDirectory, suite: EvalConfig) -> str:
     parts = [suite, config.rollouts, config.harness, config.machine, config.tasks, *config.rewards]
     settings = [part.model_dump(mode="json") if part is not None else None for part in parts]
     code = [code_of(section) for section in (config.harness, config.machine, *config.rewards) if section is not None]
-    text = json.dumps([config.seed, config.form, contents, settings, code])
+    text = json.dumps([config.seed, *config.forms, contents, settings, code])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ which was not measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollmill.cluster.run import RunConfig
@@ -81,7 +82,8 @@ class Plan:
     step_tokens: float
     train_seconds: float
     generate_seconds: float
-    delta_bytes: float
+    delta_bytes: float  # of a version in the run's own form
+    region_bytes: Mapping[str, float]  # region → bytes of a version in the forms of its engines
 
     @property
     def step_seconds(self) -> float:
@@ -149,7 +151,16 @@ def _layout(
         train_seconds=step_tokens / trainer.tokens_per_second,
         generate_seconds=step_tokens / (engine.tokens_per_second * engine.engines),
         delta_bytes=delta_bytes(model, config.form, stage.training.optimizer.lr),
+        region_bytes=region_bytes(config, model, stage.training.optimizer.lr),
     )
+
+
+def region_bytes(config: RunConfig, model: ModelConfig, lr: float) -> dict[str, float]:
+    """What a step sends to each region: a delta for each form that its engines serve."""
+    forms: dict[str, set[str]] = {}
+    for spec in config.engine_specs:
+        forms.setdefault(spec.region, set()).add(config.form_of(spec))
+    return {region: sum(delta_bytes(model, form, lr) for form in found) for region, found in forms.items()}
 
 
 def least_ranks(model: ModelConfig, gpu: Gpu) -> int:

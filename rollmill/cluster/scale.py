@@ -90,7 +90,7 @@ def _check_room(before: RunConfig, after: RunConfig) -> None:
 
 
 class Engines:
-    """The engines of a stage. `adjust` keeps as many as the run should have."""
+    """The engines of a stage. `adjust` keeps as many as the run should have. `target`: KIND NAME of what they serve."""
 
     def __init__(self, run: RunDirectory, launcher: Launcher, target: tuple[str, ...]) -> None:
         self._run, self._launcher, self._target = run, launcher, target
@@ -120,8 +120,8 @@ class Engines:
         running = self._launcher.running()
         for spec in wanted.config.engine_specs:
             if spec.role not in running:
-                threads = wanted.config.engine.threads
-                self._launcher.start(spec.role, *self._target, threads=threads, service=True)
+                arguments = (*self._target, wanted.config.form_of(spec))
+                self._launcher.start(spec.role, *arguments, threads=wanted.config.engine.threads, service=True)
         if self._now is not None:
             telemetry.emit("scale", engines=len(wanted.config.engine_specs), before=len(self._now.config.engine_specs))
         self._now = wanted

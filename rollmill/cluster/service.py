@@ -28,9 +28,11 @@ from rollmill.cluster.run import CANARY, RunDirectory
 from rollmill.cluster.trust import trusting
 from rollmill.evals.run import EvalResult
 from rollmill.evals.suite import EvalConfig
+from rollmill.inference.sections import EngineSpec
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
+from rollmill.weights.reading.store import WeightStore
 
 TICK_S = 0.2
 CANDIDATE = "candidate"  # the channel that canaries follow
@@ -80,16 +82,22 @@ def serving(
             for role in run.config.gateways:
                 cluster.start(role, service=True)
             for spec in run.config.engine_specs:
-                arguments = (target.kind, target.name, target.form)
+                arguments = (target.kind, target.name, _form_of(run, target, spec))
                 cluster.start(spec.role, *arguments, threads=run.config.engine.threads, service=True)
             if canary:
                 role = f"engine-{run.config.regions[0]}{CANARY}"
-                arguments = ("channel", CANDIDATE, target.form)
+                arguments = ("channel", CANDIDATE, _form_of(run, target, run.config.engine_specs[0]))
                 cluster.start(role, *arguments, threads=run.config.engine.threads, service=True)
             with lending(service, target.name) if target.kind == "channel" else contextlib.nullcontext():
                 yield service, cluster
         finally:
             cluster.stop()
+
+
+def _form_of(run: RunDirectory, target: Target, engine: EngineSpec) -> str:
+    """The engine's own form, or that of the target if it has no other: imported weights, versions of before."""
+    form = run.config.form_of(engine)
+    return form if WeightStore(Objects.open(run.home_store)).exists(target.version, form) else target.form
 
 
 def _prepare_canary(run: RunDirectory, target: Target) -> None:

@@ -106,7 +106,7 @@ class RunConfig(Config):
     form: Literal["bf16", "fp8", "nvfp4"] = Field(
         "bf16",
         description="Number format that versions are published and served in. The trainer computes with the values of "
-        "this format; fp8 and nvfp4 halve and quarter the served bytes.",
+        "this format; fp8 and nvfp4 halve and quarter the served bytes. A table of [[engines]] may have another one.",
     )
     numerics: Literal["fast", "exact"] = Field(
         "fast",
@@ -219,11 +219,6 @@ class RunConfig(Config):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"two engines are called {twice!r}: a region cannot have the name of another one's engine")
-        other = next((table for table in self.engines if table.form not in (None, self.form)), None)
-        if other is not None:
-            raise ValueError(
-                f"a table of [[engines]] has form = {other.form!r}, but `form` = {self.form!r} is published"
-            )
         if self.device == "cpu" and any(table.gpus for table in self.engines):
             raise ValueError("a table of [[engines]] has `gpus`, but `device` is 'cpu'")
         return self
@@ -293,6 +288,15 @@ class RunConfig(Config):
     def engine_specs(self) -> list[EngineSpec]:
         """Every engine of the run."""
         return engine_specs(self.engines)
+
+    def form_of(self, engine: EngineSpec) -> str:
+        """The form that an engine serves."""
+        return engine.section.form or self.form
+
+    @property
+    def forms(self) -> list[str]:
+        """The forms that versions are published in: the trainer's own, then the others that engines serve."""
+        return list(dict.fromkeys([self.form, *map(self.form_of, self.engine_specs)]))
 
     @property
     def gateways(self) -> list[str]:

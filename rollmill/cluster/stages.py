@@ -66,22 +66,22 @@ def last_version(weights: WeightStore, stage: StageSection, form: str) -> Versio
     return None if number is None else Version(line, number)
 
 
-def newest_step(run: RunDirectory, stage: StageSection) -> int | None:
-    """The step of the newest version of a stage; None before the first version."""
+def newest_step(run: RunDirectory, stage: StageSection, form: str | None = None) -> int | None:
+    """The step of the newest version of a stage in `form`, or in the run's own; None before the first version."""
     home = run.existing_home()
     if home is None:
         return None
-    weights = WeightStore(home)
-    version = last_version(weights, stage, run.config.form)
+    weights, form = WeightStore(home), form or run.config.form
+    version = last_version(weights, stage, form)
     if version is None:
         return None
-    step = weights.manifest(version, run.config.form).step
+    step = weights.manifest(version, form).step
     return version.number if step is None else step
 
 
 def is_published(run: RunDirectory, stage: StageSection) -> bool:
-    """Whether the last step of a stage has a version."""
-    return newest_step(run, stage) == stage.steps
+    """Whether the last step of a stage has a version, in every form."""
+    return all(newest_step(run, stage, form) == stage.steps for form in run.config.forms)
 
 
 def is_trained(run: RunDirectory, stage: StageSection) -> bool:

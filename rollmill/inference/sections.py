@@ -41,7 +41,10 @@ class EnginesSection(KindSection):
         "shared if there are too few.",
     )
     form: Literal["bf16", "fp8", "nvfp4"] | None = Field(
-        None, description="Number format that they serve. Not set: the run's `form`, which is what is published."
+        None,
+        description="Number format that they serve. Not set: the run's `form`. Versions are published in every format "
+        "that is served. Exact numerics hold for the run's own; tokens of the others are corrected by their importance "
+        "ratio, and their mismatch is reported apart.",
     )
 
     @model_validator(mode="after")

@@ -86,27 +86,36 @@ def _by_sign(name: str, hit: np.ndarray, advantages: np.ndarray) -> dict[str, fl
     return {key: float(hit[of].mean()) if of.any() else None for key, of in signs.items()}
 
 
-def mismatch_figures(deltas: np.ndarray, left_out: Mapping[str, int]) -> dict[str, Any]:
-    """The mismatch part of the `step` event. `left_out`: tokens looked at that could not be measured, by reason."""
+def mismatch_figures(
+    deltas: np.ndarray, left_out: Mapping[str, int], by_form: Mapping[str, np.ndarray] | None = None
+) -> dict[str, Any]:
+    """The mismatch part of the `step` event. `left_out`: tokens looked at that could not be measured, by reason.
+    `by_form`: the same differences for engines of other forms than the trainer's."""
+    others = {
+        form: finite({**distance("", found), "tokens": int(found.size)}) for form, found in (by_form or {}).items()
+    }
     return {
         **distance("mismatch", deltas),
         "mismatch_tokens": int(deltas.size),
         "mismatch_left_out": {reason: count for reason, count in left_out.items() if count},
+        **({"mismatch_by_form": others} if others else {}),
     }
 
 
 def distance(name: str, deltas: np.ndarray) -> dict[str, float | None]:
-    """NAME_k1, _k3, _p99, _max, _outside; None without tokens, for no measurement is not the same as agreement."""
+    """NAME_k1, _k3, _p99, _max, _outside; None without tokens, for no measurement is not the same as agreement. Without
+    a name: k1, k3 …"""
+    name = f"{name}_" if name else ""
     if deltas.size == 0:
-        return {f"{name}_{figure}": None for figure in ("k1", "k3", "p99", "max", "outside")}
+        return {f"{name}{figure}": None for figure in ("k1", "k3", "p99", "max", "outside")}
     delta = deltas.astype(np.float64)
     size = np.abs(delta)
     return {
-        f"{name}_k1": float(-delta.mean()),
-        f"{name}_k3": float((np.expm1(np.minimum(delta, 60.0)) - delta).mean()),
-        f"{name}_p99": float(np.quantile(size, 0.99)),
-        f"{name}_max": float(size.max()),
-        f"{name}_outside": float((size > np.log(2.0)).mean()),
+        f"{name}k1": float(-delta.mean()),
+        f"{name}k3": float((np.expm1(np.minimum(delta, 60.0)) - delta).mean()),
+        f"{name}p99": float(np.quantile(size, 0.99)),
+        f"{name}max": float(size.max()),
+        f"{name}outside": float((size > np.log(2.0)).mean()),
     }
 
 

@@ -18,6 +18,8 @@ what a kill −9 right after each leaves behind:
     objects of version n        bytes that no manifest names           publishing n again writes the same ones
     manifest of version n       published, not committed               n runs again from the checkpoint, its digest is
                                                                        equal, and it is committed
+    n in the other forms        published in some of the forms         published in the others when the line is taken
+                                                                       over, before a step runs (training/forms.py)
     state of checkpoint n       a state that no description names      overwritten by the next checkpoint n
     checkpoint n                everything but the commit              committed when the checkpoint is loaded
     commit of n in the ledger   nothing                                —
@@ -52,6 +54,7 @@ from rollmill.training.background import Background
 from rollmill.training.batching import MicroBatch
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
+from rollmill.training.forms import publisher_of
 from rollmill.training.lineage import form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
@@ -94,6 +97,7 @@ class Trainer(Generic[Batch]):
         steps: int,
         seed: int,
         form: str = FORM,
+        other_forms: Sequence[str] = (),
         exact: bool = False,
         device: Device = "cpu",
         placement: Placement = WHOLE,
@@ -101,8 +105,8 @@ class Trainer(Generic[Batch]):
         """`parent`: the published version of another line to start from; None: random weights of the seed.
 
         `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
-        `form`: the form that versions are published in and computed with. `exact`: forward passes give a token the
-        engine's bits (models.kernels.exact).
+        `form`: the form that versions are published in and computed with. `other_forms`: others that they are published
+        in too (training/forms.py). `exact`: forward passes give a token the engine's bits (models.kernels.exact).
         """
         self._device = choose_device(device)
         torch.set_num_threads(config.threads)
@@ -114,7 +118,7 @@ class Trainer(Generic[Batch]):
         self._parent = parent
         self._steps = steps
         self._seed = seed
-        self._form = form
+        self._form, self._forms = form, (form, *other_forms)
         self._placement = placement
         self._leases = HeldLeases(weights.objects, form, "trainer", LONGEST_SECONDS)
         with self._explained("the model"):
@@ -349,7 +353,7 @@ class Trainer(Generic[Batch]):
         """Publish on `line` from now on; if it has no version yet, it begins with `number`, a child of `parent`."""
         self.line = line
         self._beginning = (number, parent)
-        self._publisher = self._placement.publisher(self._model, self._weights, line, self._form, self._config)
+        self._publisher = publisher_of(self._placement, self._model, self._weights, line, self._forms, self._config)
         self._publisher.resume()
         self._published: dict[int, int] = {}  # step → version number, of the steps that may run again
 

@@ -11,6 +11,9 @@ without gradients, under the weights that sampled them (P prompt, A sampled, T t
     probe of 4    P P P   A A A   T   A A       Δ on the last two, under version 4
     left out                  A                 version 4 on keys that version 3 wrote: no weights give this log-prob
 
+Engines may serve another form than the trainer's (training/forms.py). Their tokens are compared with the same version
+in the trainer's form, so the difference of the forms is part of the figure. They are reported apart, by form.
+
 Nothing here changes the weights, the optimizer, a random state or the ledger: a run has the same digests with and
 without these figures. A step is reported, and measured, when the trainer waits for groups. Groups that become ready
 meanwhile wait for the rest of one measurement. If groups are ready at once, the step is reported without figures, but
@@ -32,6 +35,7 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch, PackedSequence, TokenRule, pack, segment_sequence
 from rollmill.training.diagnostics import mismatch_figures
+from rollmill.training.lineage import form_held
 from rollmill.training.placement import Placement
 from rollmill.training.replay import replay_of
 from rollmill.training.twin import Twin
@@ -69,6 +73,12 @@ class Sample:
 
     probes: Sequence[Probe]
     left_out: Counter[str]  # tokens by reason
+
+    def split(self, form: str) -> tuple[Sample, dict[str, Sample]]:
+        """The part that engines of `form` sampled, with all of `left_out`, and the parts of the other forms."""
+        others = sorted({probe.policy.form for probe in self.probes} - {form})
+        own, *rest = ([probe for probe in self.probes if probe.policy.form == each] for each in (form, *others))
+        return Sample(own, self.left_out), {each: Sample(r, Counter()) for each, r in zip(others, rest, strict=True)}
 
 
 def choose_sample(seed: int, trajectories: Sequence[Sequence[Segment]], rule: TokenRule) -> Sample:
@@ -148,15 +158,24 @@ class ServedWeights:
             self._held.append((digest, tensors))
 
     def load(self, policy: PolicyRef, twin: Twin) -> None:
-        """Load the bytes with that digest. Raises WeightsError or StorageError if there are none."""
+        """Load the bytes with that digest, or of another form the same version in the twin's form. Raises WeightsError
+        or StorageError if there are none."""
+        version, form, wanted = Version(policy.line, policy.number), policy.form, policy.digest
+        if form != twin.decoder.form:
+            self._check(version, policy)
+            form = form_held(self._store, version, twin.decoder.form)
+            wanted = self._store.manifest(version, form).digest
         for digest, tensors in self._held:
-            if digest == policy.digest:
+            if digest == wanted:
                 return twin.load_held(tensors)
-        version = Version(policy.line, policy.number)  # from before a restart
+        if form == policy.form:
+            self._check(version, policy)
+        twin.load_version(self._store, version, form)  # from before a restart
+
+    def _check(self, version: Version, policy: PolicyRef) -> None:
         digest = self._store.manifest(version, policy.form).digest
         if digest != policy.digest:
             raise WeightsError(f"tokens name {version} with digest {policy.digest}, published is {digest}")
-        twin.load_version(self._store, version, policy.form)
 
 
 class MismatchMeter:
@@ -172,6 +191,12 @@ class MismatchMeter:
         """Measure where and as `model` computes: any other way would add a mismatch of its own."""
         if self._twin is None:
             self._twin = Twin(placement, model)
+
+    @property
+    def form(self) -> str:
+        """The form that the trained model computes with."""
+        assert self._twin is not None, "compute_like comes first"
+        return self._twin.decoder.form
 
     @property
     def exact(self) -> bool:
@@ -242,10 +267,22 @@ class HeldReport:
             return
         self._unmeasured += 1
         deltas, left_out = np.empty(0, np.float32), held.sample.left_out.copy()
+        by_form: dict[str, np.ndarray] = {}
         if not failed and (idle or self._unmeasured >= EVERY):
             with telemetry.busy("measure"):
-                deltas, left_out = self._meter.measure(held.step, held.sample)
+                deltas, left_out, by_form = self._measure(held)
             self._unmeasured = 0
         else:
             left_out[FAILED if failed else BUSY] += sum(probe.tokens for probe in held.sample.probes)
-        held.emit(mismatch_figures(deltas, left_out))
+        held.emit(mismatch_figures(deltas, left_out, by_form))
+
+    def _measure(self, held: _Held) -> tuple[np.ndarray, Counter[str], dict[str, np.ndarray]]:
+        if not held.sample.probes:
+            return np.empty(0, np.float32), held.sample.left_out.copy(), {}
+        own, others = held.sample.split(self._meter.form)
+        deltas, left_out = self._meter.measure(held.step, own)
+        by_form = {}
+        for form, sample in others.items():
+            by_form[form], also = self._meter.measure(held.step, sample)
+            left_out += also
+        return deltas, left_out, by_form

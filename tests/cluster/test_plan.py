@@ -161,6 +161,15 @@ def test_the_layouts_of_the_guide(gpus: int, model: ModelConfig, tokens: int) ->
         assert f"({planned.delta_bytes / 1e9:.1f} GB at the demo's learning rate)" in guide
 
 
+def test_traffic_follows_the_forms_of_a_region() -> None:
+    tables = '[{region="a"},{region="b",form="fp8"},{region="c"},{region="c",form="fp8",count=2}]'
+    planned = plan(config(f"engines={tables}"), H200, 8)
+    bf16 = planned.delta_bytes
+    assert planned.region_bytes == pytest.approx({"a": bf16, "b": bf16 / 2, "c": bf16 * 1.5})
+    shown = CliRunner().invoke(app, ["plan", str(ROOT / "examples" / "micro.toml"), "--gpus", "8", f"engines={tables}"])
+    assert shown.exit_code == 0 and shown.output.count("weights, per region") == 3, shown.output
+
+
 def test_the_command() -> None:
     micro = str(ROOT / "examples" / "micro.toml")
     shown = CliRunner().invoke(app, ["plan", micro, "--gpus", "8"])

@@ -43,10 +43,7 @@ from tests.cluster.conftest import make_config
         ("engines=[{count=0}]", "count: "),
         ("engines=[{cuont=2}]", "unknown key 'cuont'; did you mean 'count'?"),
         ("engines=[{kind='vlm'}]", "[engines] kind = 'vlm' is nothing known"),
-        (
-            "engines=[{form='fp8'}]",
-            "a table of [[engines]] has form = 'fp8', but `form` = 'bf16' is published",
-        ),
+        ("engines=[{form='fp9'}]", "form: Input should be 'bf16', 'fp8' or 'nvfp4'"),
         ("engines=[]", "engines: "),
         ("name=Demo Run", "name: String should match pattern"),
     ],

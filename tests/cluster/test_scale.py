@@ -36,7 +36,7 @@ class Recorded:
 def test_engines_come_and_go_as_asked(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "LOOK_S", 0.0)
     launcher = Recorded()
-    engines = Engines(run, launcher, ("line", "rl", "bf16"))  # type: ignore[arg-type]
+    engines = Engines(run, launcher, ("line", "rl"))  # type: ignore[arg-type]
     engines.adjust()
     assert launcher.roles == ["engine-home", "engine-away"]
     assert ask_scale(run, ["engines=3", "away=2"]) == {"home": 3, "away": 2}
@@ -53,7 +53,7 @@ def test_engines_come_and_go_as_asked(run: RunDirectory, monkeypatch: pytest.Mon
     assert set(launcher.roles) == {"engine-home", "engine-away", "engine-away-2"}
     # it stays when the run is resumed
     again = Recorded()
-    Engines(run, again, ("line", "rl", "bf16")).adjust()  # type: ignore[arg-type]
+    Engines(run, again, ("line", "rl")).adjust()  # type: ignore[arg-type]
     assert set(again.roles) == {"engine-home", "engine-away", "engine-away-2"}
     assert scaled(run, read_scale(run)).config.engine_spec("away-2").region == "away"
 
@@ -109,7 +109,7 @@ def test_a_run_goes_on_with_the_engines_it_has_room_for(
     run = make_run(*GPUS)
     open_events(run.events, "supervisor")
     launcher = Unstarted(run)
-    engines = Engines(run, launcher, ("line", "rl", "bf16"))
+    engines = Engines(run, launcher, ("line", "rl"))
     engines.adjust()
     ask_scale(run, ["engines=2"])
     engines.adjust()
@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_the_engines_it_has_room_for(
     assert "needs 4 GPUs" in warning
     # resumed, it has those of its configuration
     again = Unstarted(run)
-    Engines(run, again, ("line", "rl", "bf16")).adjust()
+    Engines(run, again, ("line", "rl")).adjust()
     assert again.gpus == {"engine-home": ["b"]}
 
 

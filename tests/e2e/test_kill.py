@@ -162,7 +162,7 @@ def check_stores(run: RunDirectory, seen_digests: dict[int, str], seen_finished:
     for id in seen_finished:
         for segment in trajectories.load(id).segments:
             for policy in segment.policies:
-                assert weights.manifest(Version(policy.line, policy.number)).digest == policy.digest
+                assert weights.manifest(Version(policy.line, policy.number), policy.form).digest == policy.digest
 
 
 def check_restarts(run: RunDirectory) -> None:

@@ -12,7 +12,7 @@ import torch
 from rollmill import telemetry
 from rollmill.errors import TrainingError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import to_host
+from rollmill.models.host import load_host, to_host
 from rollmill.training.batching import TokenRule
 from rollmill.training.lineage import Lineage
 from rollmill.training.mismatch import (
@@ -30,7 +30,7 @@ from rollmill.training.mismatch import (
 )
 from rollmill.training.whole import WHOLE
 from rollmill.trajectories.pace import Pace
-from rollmill.types import Segment
+from rollmill.types import Segment, Version
 from rollmill.weights.reading.store import WeightStore
 from tests.training.world import MODEL, PACE, STEPS, World, honest_segment, make_segment, policy, record_as
 
@@ -138,6 +138,35 @@ def test_missing_weights_cost_only_the_figure(trained: World, tmp_path: Path):
     assert deltas.size == 5 and left_out[UNAVAILABLE] == 10
     texts = [event["text"] for event in telemetry.read_events(tmp_path) if event["kind"] == "warning"]
     assert len(texts) == 2 and "main@0 with digest 0000" in texts[0] and "main@99" in texts[1]
+
+
+def test_tokens_of_another_form_are_measured_against_the_trainers(tmp_path: Path):
+    """An engine served fp8, the trainer has bf16: the difference of the forms is the figure, apart from the own."""
+    world = World(tmp_path, forms=("bf16", "fp8"))
+    world.add_steps(2)
+    world.trainer().run(2)
+    model, own = world.version(1)
+    coded = Decoder(MODEL)
+    load_host(coded, world.weights.load(Version("main", 1), "fp8"))
+    by = world.weights.manifest(Version("main", 1), "fp8").policy
+    segments = [honest_segment(model, 0, by=own), honest_segment(coded, 1, by=by)]
+    probes = [probe for each in segments for probe in choose_sample(0, [[each]], RULE).probes]
+    told: list[dict[str, Any]] = []
+    held = HeldReport(meter(world))
+    held.hold(3, Sample(probes, Counter({MIXED: 2})), told.append)
+    held.release(idle=True)
+    [figures] = told
+    assert figures["mismatch_tokens"] == 5 and figures["mismatch_max"] < 1e-5
+    assert figures["mismatch_left_out"] == {MIXED: 2} and figures["mismatch_by_form"].keys() == {"fp8"}
+    other = figures["mismatch_by_form"]["fp8"]
+    theirs = segments[1].logprobs[4:9].copy()
+    expected = record_as(segments[1], model, 4, 9).logprobs[4:9] - theirs
+    assert other["tokens"] == 5 and other["max"] == pytest.approx(float(np.abs(expected).max()), rel=1e-3)
+    assert other["max"] > 1e-4
+    # a token that names other bytes of that form is not measured
+    forged = replace(by, digest="0" * 64)
+    deltas, left_out = measure(world, honest_segment(coded, 1, by=forged))
+    assert deltas.size == 0 and left_out[UNAVAILABLE] == 5
 
 
 def test_versions_in_memory_need_no_store(trained: World, tmp_path: Path):

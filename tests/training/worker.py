@@ -51,8 +51,14 @@ def commit_late() -> None:
     setattr(Ledger, "commit_step", wrapped)  # noqa: B010
 
 
-def run_trainer(directory: Path, effect: str, model: ModelConfig = MODEL, parent: Version | None = None) -> None:
-    world = World(directory, model)
+def run_trainer(
+    directory: Path,
+    effect: str,
+    model: ModelConfig = MODEL,
+    parent: Version | None = None,
+    forms: tuple[str, ...] = ("bf16",),
+) -> None:
+    world = World(directory, model, forms=forms)
     telemetry.open_events(directory / "events", "trainer")
     if effect.startswith("late:"):
         commit_late()

@@ -113,6 +113,7 @@ class World:
     path: Path
     model: ModelConfig = MODEL
     device: Device = "cpu"
+    forms: tuple[str, ...] = ("bf16",)  # the first one is the trainer's own
 
     def __post_init__(self) -> None:
         self.objects = Objects.open(self.path / "store")
@@ -183,6 +184,8 @@ class World:
             parent,
             steps=steps,
             seed=3,
+            form=self.forms[0],
+            other_forms=self.forms[1:],
             device=self.device,
         )
 
@@ -192,5 +195,5 @@ class World:
         load_host(model, self.weights.load(Version(line, number)))
         return model, self.weights.manifest(Version(line, number)).policy
 
-    def chain(self, line: str = "main") -> list[tuple[int, str]]:
-        return [(manifest.number, manifest.digest) for manifest in WeightStore(self.objects).versions(line)]
+    def chain(self, line: str = "main", form: str = "bf16") -> list[tuple[int, str]]:
+        return [(manifest.number, manifest.digest) for manifest in WeightStore(self.objects).versions(line, form)]

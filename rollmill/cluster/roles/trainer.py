@@ -55,6 +55,7 @@ def main(run: RunDirectory, name: str = "") -> None:
         steps=stage.steps,
         seed=config.seed,
         form=config.form,
+        other_forms=config.forms[1:],
         exact=config.numerics == "exact" and isinstance(stage, RolloutSettings),  # others compare with no engine
         device=config.device,
         placement=placement,

@@ -17,7 +17,8 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     rollouts                   total, graded, failed, by split; turns, tool_calls, bad_tool_calls, seconds (means)
     staleness                  mean, max, counts (trained tokens by versions behind)
     mismatch                   k1, k3, p99, max of the trainer's log-probs against the engine's on the same weights:
-                               mean and worst step; tokens measured, left_out (those that could not be, by reason)
+                               mean and worst step; tokens measured, left_out (those that could not be, by reason);
+                               by_form: the same for engines of other forms, against the version in the trainer's
     drift                      the same figures for the weights trained from, which are newer than those that sampled:
                                how far the policy had moved; mask_fraction, ess, router_flip_rate (means)
     weights                    of the trained line: versions, snapshots, deltas (a snapshot may have one too); means of
@@ -321,7 +322,27 @@ def _mismatch(steps: Sequence[Event]) -> dict[str, Any]:
         if isinstance(reasons, Mapping):
             left_out.update({str(reason): int(finite(count, 0.0)) for reason, count in reasons.items()})
     tokens = int(sum(column(steps, "mismatch_tokens")))
-    return {**_distance(steps, "mismatch"), "tokens": tokens, "left_out": dict(left_out)}
+    forms = _by_form(steps)
+    return {
+        **_distance(steps, "mismatch"),
+        "tokens": tokens,
+        "left_out": dict(left_out),
+        **({"by_form": forms} if forms else {}),
+    }
+
+
+def _by_form(steps: Sequence[Event]) -> dict[str, dict[str, Any]]:
+    """The same for engines of other forms than the trainer's, against the trainer's form."""
+    found: dict[str, list[Event]] = {}
+    for step in steps:
+        forms = step.get("mismatch_by_form")
+        for form, figures in forms.items() if isinstance(forms, Mapping) else ():
+            if isinstance(figures, Mapping):
+                found.setdefault(str(form), []).append({f"mismatch_{key}": value for key, value in figures.items()})
+    return {
+        form: {**_distance(each, "mismatch"), "tokens": int(sum(column(each, "mismatch_tokens")))}
+        for form, each in sorted(found.items())
+    }
 
 
 def _drift(steps: Sequence[Event]) -> dict[str, Any]:

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from rollmill.models.host import load_host, to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, TrainingConfig
+from rollmill.training.forms import publisher_of
 from rollmill.training.parallel.world import World
 from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
+from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
-from tests.training.parallel.cases import ADAMW, MUON, Run, Shape
+from tests.training.parallel.cases import ADAMW, MUON, Run, Shape, make_model
 from tests.training.parallel.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -154,6 +157,27 @@ def test_published_as_one_process_would(name: str, shape: Shape, form: str, tmp_
     finally:
         tensors_module.CHUNK_ELEMENTS = usual
         tensors_module.chunk_ranges.cache_clear()
+
+
+def publish_forms(world: World, path: Path) -> None:
+    """Version 1 is published in one form only, as after a kill."""
+    run = Run(path, world, "mixture", (2, 2, 1), ADAMW)
+    config = TrainingConfig(ranks=2, expert_parallel=2)
+    for number, forms in enumerate((("bf16", "fp8"), ("bf16",), ("bf16", "fp8"))):
+        publisher = publisher_of(run.placement, run.model, WeightStore(run.objects), "main", forms, config)
+        publisher.resume()
+        publisher.publish(number, publisher.export(run.model), None, {"step": number})
+        run.train(1)
+
+
+def test_ranks_publish_several_forms(tmp_path: Path) -> None:
+    run_ranks(tmp_path / "ranks", 2, publish_forms, tmp_path / "store")
+    store = WeightStore(Objects.open(tmp_path / "store"))
+    for number in range(3):
+        model = make_model("mixture")
+        load_host(model, store.load(Version("main", number)))
+        whole = root_digest(describe(to_host(model.state_dict(), "fp8")))
+        assert store.manifest(Version("main", number), "fp8").digest == whole
 
 
 def test_meshes_must_cut_evenly() -> None:
