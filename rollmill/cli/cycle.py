@@ -42,10 +42,10 @@ def run_cycles(
 
     from rollmill.cluster.cycle import CycleDriver
     from rollmill.cluster.extend import change_cycle
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    run = change_cycle(RunDirectory.open(directory), overrides or ())
+    run = change_cycle(open_with_index(directory), overrides or ())
     told: list[tuple[int, str]] = []
 
     def tell(cycle: Cycle) -> None:
@@ -148,9 +148,9 @@ def _number(value: float | None) -> str:
 
 
 def _journal(directory: Path) -> Journal:
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.realtime.journal import Journal
     from rollmill.storage.database import open_database
 
-    run = RunDirectory.open(directory)
+    run = open_with_index(directory)
     return Journal(open_database(run.database_url), run.id)

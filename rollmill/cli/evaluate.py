@@ -49,7 +49,7 @@ def evaluate(
 
     from rollmill.cli.progress import Progress
     from rollmill.cli.target import find_target
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.cluster.service import evaluate, serving
 
     if model is not None:
@@ -58,7 +58,7 @@ def evaluate(
 
         _evaluate_endpoint(read_settings(directory), Endpoint(model, key or "", model_name), tasks, attempts)
         return
-    run = RunDirectory.open(directory)
+    run = open_with_index(directory)
     suite = limited_suite(run.config.evals, tasks, attempts)
     target = find_target(run, version).pinned()
     try:

@@ -45,12 +45,12 @@ def gate(
     from rollmill.cli.evaluate import limited_suite
     from rollmill.cli.target import find_target
     from rollmill.cluster.gate import LIVE, require_gate, run_gate
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.evals.gate import GateConfig
     from rollmill.storage.objects import Objects
     from rollmill.weights.reading.channels import Channels
 
-    run = RunDirectory.open(directory)
+    run = open_with_index(directory)
     suite = limited_suite(run.config.evals, tasks, attempts)
     wanted = find_target(run, candidate)
     now = Channels(Objects.open(run.home_store)).get(LIVE)

@@ -89,11 +89,11 @@ def revoke(
 
 
 def _store(run_dir: Path) -> KeyStore:
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.gateway.access.keys import KeyStore
     from rollmill.storage.database import open_database
 
-    run = RunDirectory.open(run_dir)
+    run = open_with_index(run_dir)
     return KeyStore(open_database(run.database_url), run.id)
 
 

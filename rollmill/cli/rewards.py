@@ -45,10 +45,10 @@ def replay(
         rollmill rewards replay runs/demo --dry-run
         rollmill rewards replay runs/demo --rewards stricter.toml --task fix/
     """
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.trajectories.query import TrajectoryQuery
 
-    run = RunDirectory.open(run_dir)
+    run = open_with_index(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
     query = TrajectoryQuery(None, "graded", group, split, task_prefix=task, of_run=run.id, limit=limit)
     number, graded = asyncio.run(_replay(run, sections, query, dry_run, changed_tasks))
@@ -76,9 +76,9 @@ def bias(
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
 
-    run = RunDirectory.open(run_dir)
+    run = open_with_index(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
     table = Table("judge", "shown", "change of the value", "error", "")
     for dimension, found in asyncio.run(_measure(run, sections, count, filler)):

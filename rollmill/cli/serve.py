@@ -50,8 +50,8 @@ def serve(
     from rich.console import Console
 
     from rollmill.cli.target import checkpoint_run, find_target, is_checkpoint
+    from rollmill.cluster.naming import open_with_index
     from rollmill.cluster.ports import held_port
-    from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.service import serving, wait_until_ready
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -62,7 +62,7 @@ def serve(
                     run = checkpoint_run(root, directory)
                     version = version or f"{run.config.checkpoint_line}@0"
                 else:
-                    run = RunDirectory.open(directory)
+                    run = open_with_index(directory)
                 target = find_target(run, version)
                 _check_canary(canary, target)
             with serving(run, target, host=host, port=held, canary=canary) as (service, cluster):

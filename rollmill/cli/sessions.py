@@ -36,10 +36,10 @@ def list_sessions(
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.gateway.sessions.overview import describe_session
 
-    run = RunDirectory.open(run_dir)
+    run = open_with_index(run_dir)
     found = [describe_session(session) for session in _open_sessions(run)]
     found += _ended(run, recent, {each["trajectory"] for each in found})
     if as_json:
@@ -71,10 +71,10 @@ def show(
 
     `rollmill trajectories show` shows the conversation.
     """
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.gateway.sessions.overview import describe_segments, describe_session
 
-    for each in _open_sessions(RunDirectory.open(run_dir)):
+    for each in _open_sessions(open_with_index(run_dir)):
         if session in (each.name, each.facts.trajectory):
             for name, value in describe_session(each).items():
                 typer.echo(f"{name:15} {'' if value is None else value}")

@@ -51,12 +51,13 @@ def find_target(run: RunDirectory, text: str | None) -> Target:
 
 
 def start_settings(directory: Path, text: str) -> list[str]:
-    """The [start] of a run that starts from a version of the run in `directory`, as overrides."""
+    """The [start] of a run that starts from a version of the run in `directory`, or at that URL, as overrides."""
+    from rollmill.cluster.naming import url_of
     from rollmill.cluster.run import RunDirectory
 
-    run = RunDirectory.open(directory)
+    run, name = RunDirectory.open(directory), url_of(directory) or str(directory.absolute())
     target = find_target(run, text)
-    settings = {"run": str(directory.absolute()), "id": run.id, "version": str(target.version), "form": target.form}
+    settings = {"run": name, "id": run.id, "version": str(target.version), "form": target.form}
     return [f"start.{name}={json.dumps(value)}" for name, value in settings.items()]
 
 

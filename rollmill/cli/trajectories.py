@@ -164,12 +164,12 @@ def admit(
     """
     from rollmill.cli.admit import print_verdicts, select
     from rollmill.cluster.admission import admit_trajectories
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
 
     if not ids and source is None:
         raise ConfigError("which trajectories?", hint="give their ids, or --from and the run that has them")
     query = _query("graded", solved, reward, length, task, version, split, "newest", limit)
-    run, (other, store) = RunDirectory.open(run_dir), _open(source or run_dir, None, None)
+    run, (other, store) = open_with_index(run_dir), _open(source or run_dir, None, None)
     assert other is not None
     rows = [store.get(id) for id in ids] if ids else select(store, query, other.id)
     print_verdicts(admit_trajectories(run, stage, rows, other, wait_s=wait, dry_run=dry_run), dry_run)
@@ -351,7 +351,7 @@ def _open(
     run_dir: Path | None, database: str | None, objects: str | None
 ) -> tuple[RunDirectory | None, TrajectoryStore]:
     """The store to read, and the run if there is one."""
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.naming import open_with_index
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
     from rollmill.trajectories.store import TrajectoryStore
@@ -363,7 +363,7 @@ def _open(
         if database.startswith("sqlite:///") and not file.exists():
             raise ConfigError(f"{file} does not exist", hint="a relative path has three slashes, an absolute one four")
         return None, TrajectoryStore(open_database(database), Objects.open(objects))
-    run = RunDirectory.open(run_dir or _runs()[0])
+    run = open_with_index(run_dir or _runs()[0])
     if run.config.database is None and not (run.path / "mill.db").exists():
         raise ConfigError(f"{run.path} has no trajectories yet", hint="they appear when its first rollouts start")
     return run, TrajectoryStore(open_database(run.database_url), Objects.open(objects or run.home_store))

@@ -3,8 +3,8 @@
     cluster/run.json   id and configuration of the run, the host and the directory where it began. No secret.
 
 On the host where it began this is its directory. On another host it is a directory in the user's cache, which may be
-lost: it has secrets of its own, which are used if the run is resumed from there. A run whose index is SQLite can only
-be resumed where that file is.
+lost: it has secrets of its own, which are used if the run is resumed from there. Commands that need the index of a run
+can only be given where it is, if it is SQLite.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ def open_by_url(url: str) -> RunDirectory:
     return _in_cache(config, id)
 
 
+def open_with_index(path: Path) -> RunDirectory:
+    """A run for a command that reads or writes its index. Raises ConfigError if that is on another host."""
+    run = RunDirectory.open(path)
+    need_index(run)
+    return run
+
+
 def need_index(run: RunDirectory) -> None:
     """Raises ConfigError if the index of the run is a file of another host. A new one would be empty beside the run's
     checkpoints, and its groups would be played again."""
@@ -85,9 +92,9 @@ def need_index(run: RunDirectory) -> None:
     except (StorageError, ValueError, LookupError, TypeError):
         host, path = "the host where it began", "RUN"
     raise ConfigError(
-        f"the index of {run.home_store} is an SQLite database on another host: it cannot be resumed here",
-        hint=f"`rollmill train --resume {path}` on {host} continues it. A run that begins with a PostgreSQL `database` "
-        f"can be resumed on any host. If {host} is lost, `rollmill train RUN.toml --from {run.path} VERSION` starts a "
+        f"the index of {run.home_store} is an SQLite database on another host, which this command needs",
+        hint=f"give the command on {host}, where {path} is the run. A run that begins with a PostgreSQL `database` can "
+        f"be used from any host. If {host} is lost, `rollmill train RUN.toml --from {run.home_store} VERSION` starts a "
         "new run from a version",
     )
 

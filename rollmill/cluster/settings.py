@@ -44,7 +44,7 @@ def numbered(role: str, count: int) -> list[str]:
 class Start(Config):
     """A version of another run. `rollmill train --from RUN VERSION` fills it in."""
 
-    run: str = Field(description="Directory of the other run. It is read once, when this run begins.")
+    run: str = Field(description="Directory of the other run, or URL of its objects. Read once, when this run begins.")
     id: str = Field(description="Id of the other run, which names the line that its version is imported as.")
     version: str = Field(pattern=r"^[^@]+@\d+$", description="The version to start from, as `line@number`.")
     form: str = Field("bf16", description="Number format in which the other run published the version.")

@@ -95,7 +95,11 @@ def test_a_run_is_not_resumed_where_its_index_is_not(
         refused = CliRunner().invoke(app, ["train", "--resume", name])
         assert isinstance(refused.exception, ConfigError), refused.output
         assert "is an SQLite database on another host" in str(refused.exception)
-        assert f"`rollmill train --resume {run.path}` on {first}" in str(refused.exception.hint)
+        assert f"give the command on {first}, where {run.path} is the run" in str(refused.exception.hint)
+    for command in (["cycle", "run"], ["cycle", "status"], ["serve"], ["eval"], ["gate"], ["trajectories", "list"]):
+        refused = CliRunner().invoke(app, [*command, str(run.home_store), *(["3"] if command == ["gate"] else [])])
+        assert isinstance(refused.exception, ConfigError), refused.output
+        assert "is an SQLite database on another host" in str(refused.exception)
     assert not (there.path / "mill.db").exists() and objects.get(KEY) == described
     # one that other hosts reach too
     shared = tmp_path / "shared.db"
@@ -103,7 +107,7 @@ def test_a_run_is_not_resumed_where_its_index_is_not(
         shared.touch()
         need_index(replace(there, config=there.config.model_copy(update={"database": database})))
     shared.unlink()
-    with pytest.raises(ConfigError, match="cannot be resumed here"):
+    with pytest.raises(ConfigError, match="is an SQLite database on another host"):
         need_index(replace(there, config=there.config.model_copy(update={"database": f"sqlite:///{shared}"})))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
 from rollmill.cli.target import start_settings
 from rollmill.cluster.checkpoint import TOKENIZER, check_here
+from rollmill.cluster.naming import describe_run
 from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
@@ -25,11 +27,12 @@ from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 from tests.cluster.checkpoints import RL, TASKS
 from tests.cluster.served import published_run
+from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 
-def other_run(root: Path, form: str = "bf16") -> RunDirectory:
+def other_run(root: Path, form: str = "bf16", *overrides: str) -> RunDirectory:
     """A run with versions 0 to 2 whose model has a tokenizer and a config.json; channel `live` is version 1."""
-    run = published_run(root, 0, f"form={form}")
+    run = published_run(root, 0, f"form={form}", *overrides)
     objects = Objects.open(run.home_store)
     keep_companions(objects, "midtrain", {TOKENIZER: run.tokenizer.read_bytes(), "config.json": b"{}"})
     model, publisher = Decoder(run.config.model, form=form), Publisher(WeightStore(objects), "rl", form)
@@ -42,8 +45,9 @@ def other_run(root: Path, form: str = "bf16") -> RunDirectory:
     return run
 
 
-def next_run(root: Path, other: RunDirectory, version: str, *overrides: str) -> RunDirectory:
-    settings = ["name=next", RL, TASKS, "device=cpu", *overrides, *start_settings(other.path, version)]
+def next_run(root: Path, other: RunDirectory | str, version: str, *overrides: str) -> RunDirectory:
+    name = Path(other) if isinstance(other, str) else other.path
+    settings = ["name=next", RL, TASKS, "device=cpu", *overrides, *start_settings(name, version)]
     config = load_config(RunConfig, None, settings)
     check_here(config)
     return RunDirectory.create(root, config)
@@ -76,6 +80,23 @@ def test_a_version_of_another_run_is_imported_with_what_belongs_to_it(
     first = Publisher(store, "rl").publish(0, to_host(again.state_dict()), version)
     assert trace_lineage(store, "rl").position(version.line, number) == 0
     assert companions_of(store, first).keys() == {TOKENIZER, "config.json"}
+
+
+def test_a_run_of_another_host_is_named_by_the_url_of_its_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_environment(s3_server()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    other = other_run(tmp_path, "bf16", f"store={new_bucket()!r}")
+    describe_run(other)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    run = next_run(tmp_path, str(other.home_store), "live")
+    assert run.config.start is not None and run.config.start.run == other.home_store
+    trainer.main(run)
+    version = Version(f"{other.id}-rl", 1)
+    digest = WeightStore(Objects.open(run.home_store)).manifest(version).digest
+    assert digest == WeightStore(Objects.open(other.home_store)).manifest(Version("rl", 1)).digest
 
 
 def test_versions_that_a_run_cannot_start_from(tmp_path: Path) -> None:
