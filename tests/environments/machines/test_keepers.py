@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def children(host: NamespaceHost) -> tuple[list[int], list[int]]:
     found: tuple[list[int], list[int]] = ([], [])
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == own:
+            if int((path / "stat").read_bytes().rpartition(b")")[2].split()[1]) == own:
                 is_machine = os.readlink(path / "ns/pid") != os.readlink(f"/proc/{own}/ns/pid")
                 found[is_machine].append(int(path.name))
         except OSError:  # it has just ended
@@ -72,14 +73,17 @@ async def test_a_machine_that_died_before_anyone_used_it_is_not_handed_out(host:
     assert host._process is not None
     await asyncio.to_thread(wait_for, lambda: children(host)[1])
     os.kill(host._process.pid, signal.SIGSTOP)  # so that it hears of the request before it hears of the deaths
-    creating = asyncio.create_task(host.create(BUILT_IN))
-    await asyncio.to_thread(wait_for, lambda: host._creating)
-    spares = children(host)[1]
+    try:
+        creating = asyncio.create_task(host.create(BUILT_IN))
+        await asyncio.to_thread(wait_for, lambda: host._creating)
+        spares = [os.pidfd_open(pid) for pid in children(host)[1]]
+        for spare in spares:
+            signal.pidfd_send_signal(spare, signal.SIGKILL)
+        await asyncio.to_thread(wait_for, lambda: len(select.select(spares, [], [], 1)[0]) == len(spares))
+    finally:
+        os.kill(host._process.pid, signal.SIGCONT)
     for spare in spares:
-        os.kill(spare, signal.SIGKILL)
-    stats = [Path(f"/proc/{spare}/stat") for spare in spares]
-    await asyncio.to_thread(wait_for, lambda: all(stat.read_text().rpartition(") ")[2][0] == "Z" for stat in stats))
-    os.kill(host._process.pid, signal.SIGCONT)
+        os.close(spare)
     machine = await creating
     assert (await machine.exec(["true"])).exit_code == 0
     await machine.close()
