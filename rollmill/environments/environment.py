@@ -37,6 +37,7 @@ class Sections(Protocol):
 @dataclass(frozen=True)
 class Environment:
     machines: MachineHost
+    grading_machines: MachineHost  # the same, with a queue of their own
     harness: Harness
     grader: Grader
 
@@ -66,9 +67,9 @@ def build_grader(rewards: Sequence[RewardSection]) -> Grader:
 async def open_environment(sections: Sections) -> AsyncIterator[Environment]:
     grader = build_grader(sections.rewards)
     harness: Harness = build(sections.harness)
-    machines: MachineHost = Pool(build(sections.machine), sections.pool)
+    machines = Pool(build(sections.machine), sections.pool)
     try:
-        yield Environment(machines, harness, grader)
+        yield Environment(machines, machines.grading(), harness, grader)
     finally:
         await harness.close()
         await machines.close()

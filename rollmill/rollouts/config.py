@@ -36,8 +36,14 @@ class RolloutConfig(Config):
     concurrency: int = Field(
         192,
         ge=1,
-        description="Most rollouts in progress at once, per dispatcher. More keep the engines busier and take more "
+        description="Most episodes that run at once, per dispatcher. More keep the engines busier and take more "
         "memory for machines; `max_staleness` bounds them too.",
+    )
+    grading_concurrency: int | None = Field(
+        None,
+        ge=1,
+        description="Most episodes that are graded at once, per dispatcher. They wait in a queue of their own and keep "
+        "no other episode from starting. More take more memory for machines. Not set: as many as `concurrency`.",
     )
     timeout_s: float = Field(
         120.0,

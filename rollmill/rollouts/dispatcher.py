@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from rollmill import telemetry
@@ -35,6 +35,7 @@ from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.hand_in import hand_in_key
 from rollmill.rollouts.ids import as_id
+from rollmill.rollouts.queues import Queue
 from rollmill.rollouts.rollout import (
     Outcome,
     RolloutContext,
@@ -70,7 +71,9 @@ class Dispatcher:
         claims: Claims | None = None,
     ) -> None:
         """`claims`: of one of several dispatchers. None: this one plays all groups."""
-        self._context = context
+        self._playing = Queue(config.concurrency)
+        self._grading = Queue(config.grading_concurrency or config.concurrency)
+        self._context = replace(context, running=self._playing, grading=self._grading)
         self._claims = claims
         self._ledger = ledger
         self._tasks = tasks
@@ -79,9 +82,7 @@ class Dispatcher:
         self._seed = seed
         self._pace = pace
         self._choices = Choices(sampler or Uniform(), tasks, ledger, pace, seed)
-        self._slots = asyncio.Semaphore(config.concurrency)
         self._failures_in_a_row = 0
-        self._running = 0
 
     async def run(self) -> None:
         """Start, run and grade groups until the last step is committed."""
@@ -116,7 +117,7 @@ class Dispatcher:
         """Wait until there is room, then start group `index`, or a later one if others have started that. Returns its
         index; None once the last step is committed."""
         while True:
-            if self._claims is not None and self._slots.locked():  # it would wait here: let another one play it
+            if self._claims is not None and self._playing.full:  # it would wait here: let another one play it
                 await asyncio.sleep(POLL_S)
                 continue
             group_id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
@@ -178,11 +179,10 @@ class Dispatcher:
             seed=rollout_seed(self._seed, index, member),
         )
         facts = self._facts(group_id, task)
-        outcome = await self._in_slot(
-            lambda: run_rollout(
-                self._context, task, trajectory, sampling=sampling, min_version=min_version, facts=facts
-            )
+        outcome = await run_rollout(
+            self._context, task, trajectory, sampling=sampling, min_version=min_version, facts=facts
         )
+        self._count_failure(outcome)
         if outcome.lost and attempt + 1 < self._config.attempts:
             await self._replace(group_id, task, trajectory, str(outcome.reason))
 
@@ -202,16 +202,6 @@ class Dispatcher:
         await checkpoint.forget(self._context, trajectory)
         await self._run_one(group_id, task, fresh, version)
         return True
-
-    async def _in_slot(self, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        async with self._slots:
-            self._running += 1
-            try:
-                outcome = await work()
-            finally:
-                self._running -= 1
-        self._count_failure(outcome)
-        return outcome
 
     def _count_failure(self, outcome: Outcome) -> None:
         """One failed rollout is data. `give_up_after` failures in a row mean that the host is broken: stop the run.
@@ -271,8 +261,8 @@ class Dispatcher:
             if handed_in is None and not await self._replace(group.id, task, row.id, why):
                 handed_in = hand_in_key(row.id)  # sealed meanwhile, by a gateway that could not say so
         if handed_in is not None:
-            key, facts = handed_in, self._facts(group.id, task)
-            await self._in_slot(lambda: regrade(self._context, task, row.id, key, facts=facts))
+            facts = self._facts(group.id, task)
+            self._count_failure(await regrade(self._context, task, row.id, handed_in, facts=facts))
 
     async def _can_go_on(self, trajectory: str) -> bool:
         """Whether an interrupted trajectory has a checkpoint and has handed in nothing. What it handed in may be sealed
@@ -284,14 +274,17 @@ class Dispatcher:
     def _facts(self, group_id: str, task: Task) -> dict[str, Any]:
         return {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}
 
+    def _in_progress(self) -> int:
+        return self._playing.inside + self._grading.inside
+
     async def _mark_busy(self) -> None:
         """Emit one `busy` event per second of work: enough for the timeline, and few lines in the log."""
         start = time.time()
         while True:
-            was_running = self._running
+            was_running = self._in_progress()
             await asyncio.sleep(1.0)
-            if was_running and self._running:
-                telemetry.emit("busy", what="rollouts", start=start, end=time.time(), running=self._running)
+            if was_running and (running := self._in_progress()):
+                telemetry.emit("busy", what="rollouts", start=start, end=time.time(), running=running)
             start = time.time()
 
 

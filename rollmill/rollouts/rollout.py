@@ -22,7 +22,8 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,8 @@ class RolloutContext:
     attempts: int = 3
     checkpoint_s: float | None = None  # seconds between two checkpoints of an episode; None: none are kept
     stalls: Stalls = field(default_factory=Stalls)
+    running: AbstractAsyncContextManager[None] = field(default_factory=contextlib.nullcontext)  # entered while it runs
+    grading: AbstractAsyncContextManager[None] = field(default_factory=contextlib.nullcontext)  # while it is graded
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ async def run_rollout(
 ) -> Outcome:
     """Run and grade one episode. The row of `trajectory` must exist; its state is final when this returns."""
     playing = _play(context, task, trajectory, sampling, min_version, facts)
-    return await _settle(context, task, trajectory, facts, playing)
+    return await _settle(context, task, trajectory, facts, playing, context.running)
 
 
 async def regrade(
@@ -127,7 +130,7 @@ async def regrade(
 ) -> Outcome:
     """Grade a finished trajectory from what it handed in: after a crash, or with a better grader."""
     loading = asyncio.to_thread(load_hand_in, context.objects, submission_key)
-    return await _settle(context, task, trajectory, facts, loading)
+    return await _settle(context, task, trajectory, facts, loading, contextlib.nullcontext())
 
 
 async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in: HandIn) -> Outcome:
@@ -146,14 +149,24 @@ async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in
 
 
 async def _settle(
-    context: RolloutContext, task: Task, trajectory: str, facts: dict[str, Any], handing_in: Awaitable[HandIn]
+    context: RolloutContext,
+    task: Task,
+    trajectory: str,
+    facts: dict[str, Any],
+    handing_in: Coroutine[Any, Any, HandIn],
+    running: AbstractAsyncContextManager[None],
 ) -> Outcome:
-    """The boundary: whatever becomes of the episode, its trajectory gets a reward or a reason."""
+    """The boundary: whatever becomes of the episode, its trajectory gets a reward or a reason. `handing_in` happens
+    inside `running`."""
     started = time.time()
     handed_in = None
     try:
-        handed_in = await handing_in
-        outcome = await _grade(context, task, trajectory, handed_in)
+        with contextlib.closing(handing_in):  # if it never begins
+            async with running:
+                started = time.time()
+                handed_in = await handing_in
+        async with context.grading:
+            outcome = await _grade(context, task, trajectory, handed_in)
         assert outcome.reward is not None
         await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     except Exception as error:

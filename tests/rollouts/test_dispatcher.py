@@ -270,13 +270,28 @@ class StandInGrader:
     name = "stand-in"
 
     def __init__(self, grades: int) -> None:
-        self._left = grades
+        self._grades = grades
+        self.asked = 0
 
     async def grade(self, *arguments: Any) -> Reward:
-        self._left -= 1
-        if self._left < 0:
+        self.asked += 1
+        if self.asked > self._grades:
             await asyncio.Future()
         return await HiddenTests().grade(*arguments)
+
+
+async def test_episodes_that_are_graded_keep_no_other_from_running(world: World) -> None:
+    """Nor are more graded at once than may be: the rest waits, handed in."""
+    grader = StandInGrader(grades=0)
+    pace = Pace(1, SIZE, max_staleness=0, steps=1)
+    context = replace(world.context, grader=grader)
+    dispatcher = make_dispatcher(world, context=context, pace=pace, concurrency=1, grading_concurrency=2)
+    dispatching = asyncio.create_task(dispatcher.run())
+    rows = world.context.trajectories.list
+    await until(lambda: [row.state for row in rows(run=RUN)] == [TrajectoryState.finished] * SIZE)
+    await until(lambda: grader.asked >= 2)
+    assert dispatcher._grading.full and grader.asked == 2
+    await stop(dispatching)
 
 
 class StandInGateway(GatewayClient):

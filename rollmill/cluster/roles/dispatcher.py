@@ -148,7 +148,7 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
         yield RolloutContext(
             gateway=gateway,
             machines=machines,
-            grading_machines=environment.machines,
+            grading_machines=environment.grading_machines,
             harness=environment.harness,
             grader=environment.grader,
             trajectories=TrajectoryStore(open_database(run.database_url), objects),

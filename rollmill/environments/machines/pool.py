@@ -1,6 +1,8 @@
 """Pool: around any kind of machine. Starts only what the host can bear, and has machines ready before they are needed.
 
     create   hands out a machine that is ready, else starts one. Waits for a place; NoCapacity if none comes free
+    grading  the same pool for machines that grade: they have a queue of their own, which goes first. Each of them ends
+             what an episode began, and there are only as many as episodes were played, so episodes get their turn
     expect   this many machines of an image will be needed soon: `tend` starts them ahead, and pauses them
     tend     a task: starts what is expected, closes what nobody took, and machines whose lease is over
 
@@ -82,7 +84,9 @@ class Pool:
     def __init__(self, host: MachineHost, config: PoolConfig | None = None) -> None:
         self.config = config or PoolConfig()
         self._host = host
-        self._turn = asyncio.Lock()  # requests get places in the order in which they came
+        self._turn = asyncio.Lock()  # requests get places in the order in which they came,
+        self._grading_turn = asyncio.Lock()  # those of grading before all others
+        self._grading_waits = 0
         self._starting = 0
         self._held: set[PooledMachine] = set()  # in use
         self._ready: dict[str, list[tuple[float, Machine]]] = {}  # by image; with the time since when
@@ -93,13 +97,18 @@ class Pool:
         self._look = asyncio.Event()  # there is something to tend
 
     async def create(
-        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
+        self,
+        image: str,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        snapshot: Snapshot | None = None,
+        grading: bool = False,
     ) -> PooledMachine:
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend())
         machine = await self._take(image, files or {}) if snapshot is None else None
         if machine is None:
-            async with self._place():
+            async with self._place(grading):
                 machine = await self._host.create(image, files, snapshot=snapshot)
         if machine.capabilities.pause:
             self._pausable.add(image)
@@ -108,8 +117,11 @@ class Pool:
     async def fork(self, machine: Machine, count: int) -> list[PooledMachine]:
         async with contextlib.AsyncExitStack() as places:
             for _ in range(count):
-                await places.enter_async_context(self._place())
+                await places.enter_async_context(self._place(grading=False))
             return [self._hold(each) for each in await machine.fork(count)]
+
+    def grading(self) -> GradingPool:
+        return GradingPool(self)
 
     def expect(self, image: str, count: int) -> None:
         """`count` machines of an image will be needed soon."""
@@ -154,12 +166,16 @@ class Pool:
         return pooled
 
     @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
+    async def _place(self, grading: bool) -> AsyncIterator[None]:
         """Wait for a place, and count it as starting. A machine that is only ready gives way."""
         why: str | None = None
+        self._grading_waits += grading
         try:
-            async with asyncio.timeout(self.config.patience_s) as limit, self._turn:
-                while (why := self._full()) is not None:
+            async with (
+                asyncio.timeout(self.config.patience_s) as limit,
+                self._grading_turn if grading else self._turn,
+            ):
+                while (why := self._full(grading)) is not None:
                     if not await self._drop_one():
                         await asyncio.sleep(_LOOK_S)
                 self._starting += 1
@@ -171,14 +187,18 @@ class Pool:
                 retry_after_s=self._retry_after_s(),
                 hint="`rollouts.concurrency` is how many episodes run at once; see also [pool]",
             ) from None
+        finally:
+            self._grading_waits -= grading
         try:
             yield
         finally:
             self._starting -= 1
 
-    def _full(self) -> str | None:
+    def _full(self, grading: bool = False) -> str | None:
         """Why no machine can start now; None if one can."""
         counts, config = self.counts, self.config
+        if self._grading_waits and not grading:
+            return "machines that grade wait for a place before this one"
         if config.most is not None and sum(counts.values()) >= config.most:
             return f"{sum(counts.values())} machines are there (pool.most is {config.most})"
         available = _available_mb()
@@ -268,6 +288,21 @@ class Pool:
                 await ready.pop(0)[1].close()
                 return True
         return False
+
+
+class GradingPool:
+    """A pool as those see it who create machines to grade in. Closed by the pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.slowdown, self.export, self.release = pool.slowdown, pool.export, pool.release
+
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
+    ) -> PooledMachine:
+        return await self._pool.create(image, files, snapshot=snapshot, grading=True)
+
+    async def close(self) -> None: ...
 
 
 async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:

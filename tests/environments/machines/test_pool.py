@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.environments.machine import Machine, Snapshot
+from rollmill.environments.machine import Machine, MachineHost, Snapshot
 from rollmill.environments.machines import pool as pool_module
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost
@@ -83,6 +83,30 @@ async def test_requests_wait_for_a_place_in_order_and_fail_with_a_time_to_try_ag
     assert pool.counts["in_use"] == 2
     await asyncio.gather(fork.close(), fourth.close())
     assert pool.counts == {"starting": 0, "ready": 0, "in_use": 0}
+    await pool.close()
+
+
+async def test_grading_waits_behind_no_new_episode_and_episodes_get_their_turn(host: NamespaceHost) -> None:
+    pool = Pool(Pausable(host), PoolConfig(most=1, ahead=0))
+    first = await pool.create(BUILT_IN)
+    order: list[str] = []
+
+    async def take(name: str, machines: MachineHost) -> None:
+        machine = await machines.create(BUILT_IN, {"a": b""})
+        order.append(name)
+        await machine.close()
+
+    waiting = [asyncio.create_task(take(f"episode {number}", pool)) for number in range(2)]
+    await _until(lambda: pool._turn.locked())
+    waiting += [asyncio.create_task(take(f"grading {number}", pool.grading())) for number in range(2)]
+    await _until(lambda: pool._grading_waits == 2)
+    given_up = asyncio.create_task(take("never", pool.grading()))
+    await _until(lambda: pool._grading_waits == 3)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await first.close()
+    await asyncio.gather(*waiting)
+    assert order == ["grading 0", "grading 1", "episode 0", "episode 1"]
     await pool.close()
 
 
