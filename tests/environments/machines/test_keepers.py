@@ -96,7 +96,7 @@ async def test_machines_are_born_in_their_groups(host: NamespaceHost) -> None:
     _, machines = children(host)
     assert machines and host._process is not None
     groups = [Path(f"/proc/{pid}/cgroup").read_text() for pid in machines]
-    assert all(f"/rollmill-{host._process.pid}/m" in group for group in groups)
+    assert all(f"/rollmill-{host._process.pid}-" in group and "/m" in group for group in groups)
     assert len(set(groups)) == len(machines), "each in one of its own"
     await machine.close()
 

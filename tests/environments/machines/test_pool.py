@@ -211,13 +211,29 @@ asyncio.run(main())
 
 
 def _check_groups(pids: list[int]) -> None:
-    names = {f"rollmill-{pid}" for pid in pids}
-    assert not [folder for folder, below, _ in os.walk("/sys/fs/cgroup") if names & set(below)]
+    names = tuple(f"rollmill-{pid}-" for pid in pids)
+    assert not [name for _, below, _ in os.walk("/sys/fs/cgroup") for name in below if name.startswith(names)]
 
 
 def _descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [each for child in map(int, children) for each in (child, *_descendants(child))]
+
+
+async def test_a_machine_host_of_another_pid_namespace_does_not_sweep_the_groups_of_this_one() -> None:
+    """As in another container that sees the same control groups. It sees none of the processes here."""
+    host = NamespaceHost()
+    machine = await host.create(BUILT_IN)
+    if not host.limits["control_groups"] or os.geteuid() != 0:
+        await host.close()
+        pytest.skip("needs control groups, and root for a pid namespace")
+    code = "from rollmill.environments.machines.namespace import cgroups; cgroups.sweep()"
+    elsewhere = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    await asyncio.to_thread(subprocess.run, elsewhere, check=True)
+    assert (await machine.exec(["true"])).exit_code == 0
+    other = await host.create(BUILT_IN)
+    assert (await other.exec(["true"])).exit_code == 0
+    await host.close()
 
 
 async def test_a_machine_host_that_is_killed_leaves_no_control_group() -> None:

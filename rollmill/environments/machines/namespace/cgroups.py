@@ -12,6 +12,7 @@ has no such way: there pid 1 shares the group of its commands.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from typing import NamedTuple
 
@@ -117,7 +118,8 @@ class Groups(NamedTuple):
 
 def find(memory: int, processes: int) -> Groups | None:
     """Groups for our machines; None if the kernel or the permissions do not allow any."""
-    name = f"rollmill-{os.getpid()}"
+    # a process of another pid namespace, in another container for example, may have the same pid
+    name = f"rollmill-{os.getpid()}-{os.stat('/proc/self/ns/pid').st_ino}"
     limits = {"memory": memory, "pids": processes + 1}  # and the keeper
     own = _own_groups()
     if _UNIFIED in own:
@@ -151,8 +153,7 @@ def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
         above = mount + ancestor.rstrip("/")
         _sweep(above)
         with contextlib.suppress(OSError):
-            os.mkdir(f"{above}/{name}")
-            directory = os.open(f"{above}/{name}", os.O_RDONLY | os.O_DIRECTORY)
+            directory = _make_locked(f"{above}/{name}")
             try:
                 if unified:
                     _write_at(directory, "cgroup.subtree_control", "+memory +pids")
@@ -163,6 +164,17 @@ def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
         if ancestor == "/":
             return None
         ancestor = os.path.dirname(ancestor)
+
+
+def _make_locked(path: str) -> int:
+    """Create and open a directory that others do not sweep while this process, or who gets the open file, is alive."""
+    while True:
+        os.mkdir(path)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        if os.path.exists(path):
+            return directory
+        os.close(directory)  # somebody swept it before it was locked
 
 
 def sweep() -> None:
@@ -179,15 +191,26 @@ def sweep() -> None:
 
 
 def _sweep(directory: str) -> None:
-    """A group with a dying process in it stays until the next time."""
+    """A group with a dying process in it stays until the next time. One whose owner is not seen here may be of another
+    pid namespace: it is locked while that lives."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             owner = name.removeprefix("rollmill-")
-            if owner != name and not os.path.exists(f"/proc/{owner}"):
-                groups = [entry.path for entry in os.scandir(f"{directory}/{name}") if entry.is_dir()]
-                for group in [*(f"{group}/{_COMMANDS}" for group in groups), *groups, f"{directory}/{name}"]:
-                    with contextlib.suppress(OSError):
-                        os.rmdir(group)
+            if owner != name and not os.path.exists(f"/proc/{owner.partition('-')[0]}"):
+                with contextlib.suppress(OSError):
+                    _remove_unlocked(f"{directory}/{name}")
+
+
+def _remove_unlocked(path: str) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        groups = [entry.path for entry in os.scandir(path) if entry.is_dir()]
+        for group in [*(f"{group}/{_COMMANDS}" for group in groups), *groups, path]:
+            with contextlib.suppress(OSError):
+                os.rmdir(group)
+    finally:
+        os.close(directory)
 
 
 def _make_directory(parent: int, name: str) -> int:
