@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
 import pytest
 
 from rollmill.cluster.checkpoint import check_here
 from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
-from rollmill.errors import ConfigError
+from rollmill.cluster.launchers.local import LocalLauncher
+from rollmill.errors import ConfigError, RollmillError
+from rollmill.inference.engine import Engine, EngineContext
 from tests.cluster.conftest import make_config
+from tests.cluster.served import published_run
 
 
 def given(engines: str, gpus: int, *overrides: str) -> dict[str, list[str]]:
@@ -43,6 +51,35 @@ def test_too_few_gpus_are_said_before_anything_starts(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="this host has 0"):
         check_here(make_config("engines=[{gpus=1}]"))
     check_here(make_config("engines=[{count=2}]"))  # nobody asks for a GPU
+
+
+class Seen:
+    """A kind of engine that writes down which GPUs its process has, and serves nothing."""
+
+    def open(self, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+        (Path(os.environ["SEEN"]) / context.name).write_text(os.environ.get(VARIABLE, "not set"))
+        raise ConfigError("that was all")
+
+
+def test_what_is_given_out_reaches_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "seen").mkdir()
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setenv(VARIABLE, "GPU-a,GPU-b,GPU-c")
+    kind = f"{__name__}:Seen"
+    run = published_run(tmp_path, 1, f"engines=[{{kind='{kind}',count=2,gpus=1}}]", "device=auto")
+    launcher = LocalLauncher(run)
+    try:
+        for spec in run.config.engine_specs:
+            launcher.start(spec.role, "line", "rl", "bf16", service=True)
+        with pytest.raises(RollmillError, match="that was all"):
+            while True:
+                if len(list((tmp_path / "seen").iterdir())) == 2:
+                    launcher.watch()
+                time.sleep(0.02)
+    finally:
+        launcher.stop()
+    seen = {file.name: file.read_text() for file in (tmp_path / "seen").iterdir()}
+    assert seen == {"engine-home": "GPU-b", "engine-home-2": "GPU-c"}  # the first one is the trainer's
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from rollmill.cluster.ranks import rank_name
 from rollmill.cluster.run import RunDirectory
 from rollmill.telemetry import read_events
+from rollmill.weights.reading.store import newest_line
 from tests.e2e.small_run import BRIEF_EVALS, DEMO, ONE_REGION, SMALL, small_run
 from tests.e2e.test_kill import digests, pid_of, start, stores, wait_for
 
@@ -58,6 +59,36 @@ def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: R
     assert [event["target"] for event in events if event["kind"] == "restart"] == ["trainer"]
     assert {event["step"] for event in events if event["kind"] == "step"} == set(range(1, STEPS + 1))
     assert (run.logs / "trainer-rank1.log").exists()
+
+
+@pytest.mark.timeout(900)
+def test_a_run_is_resumed_on_more_ranks(tmp_path: Path, midtrained: RunDirectory) -> None:
+    """Everything dies on one rank, and goes on on two. Steps that run again may get other bits, and a new line then."""
+    dials = (f"stages.rl.steps={STEPS}", 'device="cpu"')
+    run = small_run(tmp_path, "more", *dials, *ALONE, base=midtrained)
+    weights, ledger, _ = stores(run)
+    process = start(run)
+    try:
+        wait_for(lambda: ledger.committed() >= 1, process, run)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    before, committed = digests(weights, "rl"), ledger.committed()
+    resume = ("train", "--resume", str(run.path), "ranks=2", "expert_parallel=2")
+    command = [sys.executable, "-c", "from rollmill.cli.main import main; main()", *resume]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert before.items() <= digests(weights, "rl").items() and STEPS == ledger.committed() >= committed
+    trained = [id for step in ledger.steps() for id in step.trajectories]
+    assert len(trained) == len(set(trained)), "no trajectory is trained twice"
+    line = newest_line(weights, "rl")
+    if line != "rl":
+        first = weights.versions(line)[0]
+        assert line == "rl.2" and first.parent is not None and first.parent.line == "rl"
+        assert set(first.metadata["abandons"]) <= {f"rl@{number}" for number in digests(weights, "rl")}
+    assert weights.versions(line)[-1].step == STEPS
+    assert any("state-00001-of-00002" in key for key in weights.objects.list(f"checkpoints/{line}"))
+    assert (run.logs / "trainer-rank1.log").exists() and (run.path / "report.html").exists()
 
 
 @pytest.mark.timeout(900)
