@@ -128,9 +128,12 @@ def mixtures() -> None:
 
 
 def gradients_in_codes() -> None:
-    from rollmill.models.kernels import fp8_backward_triton
+    from rollmill.models.kernels import fp8_backward_triton, fused_triton
 
     grad = torch.zeros(130, 256).bfloat16()
+    for width in (2048, 4096):
+        rows = torch.zeros(8, width).bfloat16()
+        fused_triton.norm_codes(rows, rows[0], 1e-5, rows.clone())
     fp8_backward_triton.both_ways(grad, 512)
     fp8_backward_triton.along_tokens(grad, 512)
     columns = fp8_backward_triton.empty(256, 512, grad.device)
@@ -157,8 +160,8 @@ def exact() -> None:
 
 
 def heads() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        hidden, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((9, 64), (96, 64)))
+    for dtype, width in ((torch.bfloat16, 64), (torch.bfloat16, 2048), (torch.float32, 64)):
+        hidden, weight = (torch.zeros(rows, width, dtype=dtype, requires_grad=True) for rows in (9, 96))
         targets = torch.zeros(9, dtype=torch.int64)
         logprobs, entropies = head_logprobs(hidden, weight, targets, torch.ones(9))
         logprobs.sum().backward(retain_graph=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmill.models.kernels import elementwise
+from rollmill.models.kernels import elementwise, fp8
 from tests.kernels import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.kernels
@@ -111,6 +111,21 @@ def test_gradients_of_several_passes_are_summed():
         adder.add(sums, gradients)
     assert sums.keys() == expected.keys()
     assert all(torch.equal(sums[name], total) for name, total in expected.items())
+
+
+@pytest.mark.parametrize("width", [128, 512])
+def test_a_norm_writes_the_codes_of_its_rows(width: int):
+    from rollmill.models.kernels.fused_triton import norm_codes, norm_forward, writes_codes
+
+    x = drawn(20, width) * torch.exp2(drawn(20, 1, seed=1) * 3)
+    weight, copy = drawn(width, seed=2), torch.empty_like(x)
+    x[3] = 0
+    assert writes_codes(x) and not writes_codes(x[:, :96])
+    (codes, scales), norms = norm_codes(x, weight, 1e-6, copy)
+    plain, expected = norm_forward(x, weight, 1e-6)
+    theirs = fp8.token_codes(plain)
+    assert torch.equal(codes.view(torch.uint8), theirs.codes.view(torch.uint8)) and torch.equal(copy, x)
+    assert torch.equal(scales, theirs.scales) and scales.t().is_contiguous() and torch.equal(norms, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

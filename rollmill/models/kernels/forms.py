@@ -43,15 +43,19 @@ def multiplies_codes(x_NI: Tensor, weight_OI: Tensor, form: str) -> bool:
     return form == "fp8" and fp8.multiplies(x_NI, weight_OI)
 
 
-def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, exact: bool = False) -> Tensor:
+def product(
+    x_NI: Tensor | fp8.Codes, weight_OI: Tensor, bias_O: Tensor | None, form: str, exact: bool = False
+) -> Tensor:
     """x · weightᵀ + bias, without a backward pass."""
-    if exact:
+    if isinstance(x_NI, fp8.Codes):
+        out_NO = fp8.multiply(x_NI, fp8.Codes(*fp8.quantise(weight_OI, fp8.BLOCK)))
+    elif exact:
         out_NO = exact_products.product(seen(x_NI, form), weight_OI.t())
-        return out_NO if bias_O is None else out_NO.add_(bias_O)
-    if multiplies_codes(x_NI, weight_OI, form):
+    elif multiplies_codes(x_NI, weight_OI, form):
         out_NO = fp8.product(x_NI, weight_OI)
-        return out_NO if bias_O is None else out_NO.add_(bias_O)
-    return nn.functional.linear(seen(x_NI, form), weight_OI, bias_O)
+    else:
+        return nn.functional.linear(seen(x_NI, form), weight_OI, bias_O)
+    return out_NO if bias_O is None else out_NO.add_(bias_O)
 
 
 def add_product_(

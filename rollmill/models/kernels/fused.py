@@ -64,19 +64,30 @@ def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float, *, copy: bool = True) ->
     return call(_NormFork, x_NW, norm_W, eps, copy)  # type: ignore[return-value]
 
 
+def _normal(
+    x_NW: Tensor, norm_W: Tensor, eps: float, copy_NW: Tensor, weight: Tensor, form: str, exact: bool
+) -> tuple[Tensor | fp8.Codes, Tensor]:
+    """Returns (RMSNorm of x, as codes if the product with `weight` takes codes; the scales of the norm). Writes x into
+    `copy`."""
+    from rollmill.models.kernels.fused_triton import norm_codes, norm_forward, writes_codes
+
+    if not exact and len(x_NW) % 4 == 0 and writes_codes(x_NW) and multiplies_codes(x_NW, weight, form):
+        codes, scale_N = norm_codes(x_NW, norm_W, eps, copy_NW)
+        return fp8.Codes(*codes), scale_N
+    return norm_forward(x_NW, norm_W, eps, copy_NW)
+
+
 class _NormLinear(Function):
     @staticmethod
     def forward(
         ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None, form: str, exact: bool
     ) -> tuple[Tensor, Tensor]:
-        from rollmill.models.kernels.fused_triton import norm_forward
-
         copy_NW = x_NW.new_empty(x_NW.shape)
-        normal_NW, scale_N = norm_forward(x_NW, norm_W, eps, copy_NW)
+        normal, scale_N = _normal(x_NW, norm_W, eps, copy_NW, weight, form, exact)
         ctx.save_for_backward(x_NW, norm_W, scale_N, weight)
         ctx.has_bias, ctx.form = bias is not None, form
         ctx.set_materialize_grads(False)
-        return product(normal_NW, weight, bias, form, exact), copy_NW
+        return product(normal, weight, bias, form, exact), copy_NW
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, skip_NW: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -161,15 +172,16 @@ class _AddMLP(Function):
 
         mlp = DenseMLP(*weights)  # type: ignore[arg-type]
         y_NW = add_product_(copy_NW, attended, mlp.output, mlp.output_bias, form, exact)
-        out_NW = y_NW if remakes else y_NW.new_empty(y_NW.shape)
-        normal_NW, scale_N = norm_forward(y_NW, mlp.norm, eps, None if remakes else out_NW)
         inner: Tensor | fp8.Codes
         if remakes:
             from rollmill.models.kernels.swiglu_triton import swiglu_product
 
+            out_NW, (normal_NW, scale_N) = y_NW, norm_forward(y_NW, mlp.norm, eps)
             gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up, form, exact)
         else:
-            gate_up = product(normal_NW, mlp.gate_up, None, form, exact)
+            out_NW = y_NW.new_empty(y_NW.shape)
+            normal, scale_N = _normal(y_NW, mlp.norm, eps, out_NW, mlp.gate_up, form, exact)
+            gate_up = product(normal, mlp.gate_up, None, form, exact)
             inner = _swiglu(gate_up, mlp.down, form, exact)
         ctx.save_for_backward(x_NW if remakes else y_NW, attended, scale_N, gate_up, *weights)
         ctx.eps, ctx.form = eps, form

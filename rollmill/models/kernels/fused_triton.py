@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollmill.models.kernels.fp8_triton import scale_of
+
 # Each program keeps a partial sum over its rows. An H200 has room for 4 of them, by their registers, on each of its 132
 # multiprocessors. A few more would run alone after the others.
 _NORM_PROGRAMS = 132 * 4
@@ -33,8 +35,8 @@ def _tile(width: int, elements: int) -> dict[str, int]:
 
 @triton.jit
 def _norm_forward(
-    x_ptr, weight_ptr, out_ptr, copy_ptr, scale_ptr, rows, width, stride, eps, COPY: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, code_scale_ptr, copy_ptr, scale_ptr, rows, width, stride, eps, COPY: tl.constexpr,
+    CODES: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -50,7 +52,15 @@ def _norm_forward(
     tl.store(scale_ptr + row, scale, row < rows)
     at = row[:, None] * width + column[None, :]
     out = x * scale[:, None] * tl.load(weight_ptr + column).to(tl.float32)[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), inside)
+    if CODES:  # of the rounded rows, as if a pass of its own made them
+        parts = out.to(x_ptr.dtype.element_ty).to(tl.float32).reshape(ROWS, BLOCK // 128, 128)
+        part_scale, inverse = scale_of(tl.max(tl.abs(parts), 2))
+        codes = (parts * inverse[:, :, None]).to(tl.float8e4nv)
+        tl.store(out_ptr + at, codes.reshape(ROWS, BLOCK), inside)
+        scale_at = tl.arange(0, BLOCK // 128).to(tl.int64)[None, :] * rows + row[:, None]
+        tl.store(code_scale_ptr + scale_at, part_scale, inside)
+    else:
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), inside)
     if COPY:
         tl.store(copy_ptr + at, x.to(copy_ptr.dtype.element_ty), inside)
     if REST:
@@ -63,15 +73,50 @@ def _norm_forward(
 
 def norm_forward(x_NW: Tensor, weight_W: Tensor, eps: float, copy_NW: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns (normalised rows, their scales). Writes x into `copy`."""
+    out_NW = torch.empty(x_NW.shape, dtype=x_NW.dtype, device=x_NW.device)
+    return out_NW, _normalise(x_NW, weight_W, eps, copy_NW, out_NW, None)
+
+
+def writes_codes(x_NW: Tensor) -> bool:
+    """Whether `norm_codes` takes these rows: their width is a power of two."""
     rows, width = x_NW.shape
-    out_NW = torch.empty((rows, width), dtype=x_NW.dtype, device=x_NW.device)
+    return rows > 0 and width >= 128 and _tile(width, 4096)["REST"] == 0
+
+
+def norm_codes(
+    x_NW: Tensor, weight_W: Tensor, eps: float, copy_NW: Tensor | None = None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Returns (the FP8 codes of the normalised rows with their scales [N, W / 128] stored column by column, the scales
+    of the norm). Writes x into `copy`."""
+    rows, width = x_NW.shape
+    codes_NW = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x_NW.device)
+    scales_BN = torch.empty((width // 128, rows), dtype=torch.float32, device=x_NW.device)
+    scale_N = _normalise(x_NW, weight_W, eps, copy_NW, codes_NW, scales_BN)
+    return (codes_NW, scales_BN.t()), scale_N
+
+
+def _normalise(
+    x_NW: Tensor, weight_W: Tensor, eps: float, copy_NW: Tensor | None, out_NW: Tensor, scales_BN: Tensor | None
+) -> Tensor:
+    rows, width = x_NW.shape
     scale_N = torch.empty(rows, dtype=torch.float32, device=x_NW.device)
     tile = _tile(width, 4096)
-    grid = (triton.cdiv(rows, tile["ROWS"]),)
-    copy = out_NW if copy_NW is None else copy_NW
-    copies = copy_NW is not None
-    _norm_forward[grid](x_NW, weight_W, out_NW, copy, scale_N, rows, width, x_NW.stride(0), eps, COPY=copies, **tile)
-    return out_NW, scale_N
+    _norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
+        x_NW,
+        weight_W,
+        out_NW,
+        scale_N if scales_BN is None else scales_BN,
+        x_NW if copy_NW is None else copy_NW,
+        scale_N,
+        rows,
+        width,
+        x_NW.stride(0),
+        eps,
+        COPY=copy_NW is not None,
+        CODES=scales_BN is not None,
+        **tile,
+    )
+    return scale_N
 
 
 @triton.jit

@@ -140,15 +140,16 @@ class _NextToken(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, sum_VW = ctx.saved_tensors
-        # scaled and rounded in one pass; nothing else holds the gradient of hidden, so it is scaled in place
-        grad_weight = torch.empty_like(sum_VW, dtype=ctx.dtype)
-        if has_triton(sum_VW.device):
-            from rollmill.models.kernels.head_triton import scale_into
+        # scaled and rounded in one pass; nothing else holds these, so they are scaled in place where types allow it
+        grad_weight = sum_VW if sum_VW.dtype == ctx.dtype else torch.empty_like(sum_VW, dtype=ctx.dtype)
+        for source, target in ((sum_VW, grad_weight), (grad_hidden, grad_hidden)):
+            if has_triton(source.device):
+                from rollmill.models.kernels.head_triton import scale_into
 
-            scale_into(sum_VW, grad, grad_weight)
-        else:
-            torch.mul(sum_VW, grad, out=grad_weight)
-        return grad_hidden.mul_(grad), grad_weight, None, None, None
+                scale_into(source, grad, target)
+            else:
+                torch.mul(source, grad, out=target)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _makes_powers(hidden_MW: Tensor, weight_VW: Tensor) -> bool:

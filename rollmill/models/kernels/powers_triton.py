@@ -24,8 +24,12 @@ from rollmill.models.kernels.tiles import descriptor, has_accelerator, programs
 
 _MARGIN, _LIMIT = 40.0, 65.0
 _LOG2_E = math.log2(math.e)
-_SIZES = {"ROWS": 128, "HALF": 64, "DEPTH": 64}  # of a tile: tokens, half of its columns, columns of x per step
+# Of a tile: tokens, half of its columns, columns of x per step. With wide rows, one program per multiprocessor takes
+# large tiles: 767 TFLOP/s instead of 643 at width 4096 on an H200.
+_SIZES = {"ROWS": 128, "HALF": 64, "DEPTH": 64}
 _LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+_WIDE, _WIDE_SIZES = 2048, {"ROWS": 128, "HALF": 128, "DEPTH": 64}
+_WIDE_LAUNCH = {"num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
@@ -109,7 +113,9 @@ def next_token_powers(
     """Returns (powers, factors [M] of their rows). Their product is the gradient of Σ weight · (−log-prob) for the
     logits. Writes the log-probs."""
     (rows, width), vocabulary, device = hidden_MW.shape, len(weight_VW), hidden_MW.device
-    size, half, depth = _SIZES.values()
+    wide = width >= _WIDE
+    sizes, launch = (_WIDE_SIZES, _WIDE_LAUNCH) if wide else (_SIZES, _LAUNCH)
+    size, half, depth = sizes.values()
     across = triton.cdiv(vocabulary, 2 * half)
     powers_MV = hidden_MW.new_empty(rows, vocabulary)
     shifts_M, scales_M = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
@@ -121,8 +127,8 @@ def next_token_powers(
     _shifts[(triton.cdiv(rows, 8),)](
         hidden_MW, weight_VW, targets_M, shifts_M, rows, width, _MARGIN, _LOG2_E, ROWS=8, BLOCK=256, num_warps=4
     )
-    _powers[programs(triton.cdiv(rows, size) * across, 2, device)](
-        *tiles, shifts_M, sums, rows, vocabulary, width, _LOG2_E, _LIMIT * _LOG2_E, **_SIZES, **_LAUNCH
+    _powers[programs(triton.cdiv(rows, size) * across, 1 if wide else 2, device)](
+        *tiles, shifts_M, sums, rows, vocabulary, width, _LOG2_E, _LIMIT * _LOG2_E, **sizes, **launch
     )
     weights_M, at_target = weights_M.float().contiguous(), math.exp(-_MARGIN)
     _finish[(triton.cdiv(rows, 16),)](
