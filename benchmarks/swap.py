@@ -115,7 +115,7 @@ async def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[s
         source = Recording(Follower(WeightStore(Objects.open(Path(directory))), "main"))
         async with EmbeddedEngine(model, config, device=device) as engine:
             follower = asyncio.create_task(EngineFollower(engine, source, config.poll_seconds).run())
-            load = [asyncio.create_task(_decode_always(engine, number)) for number in range(BATCH - 1)]
+            load = [asyncio.create_task(decode_always(engine, number)) for number in range(BATCH - 1)]
             try:
                 figures: dict[str, float] = {}
                 number = 1
@@ -160,7 +160,7 @@ async def _first_token_at(engine: EmbeddedEngine, number: int) -> float:
     return time.perf_counter()
 
 
-async def _decode_always(engine: EmbeddedEngine, number: int) -> None:
+async def decode_always(engine: EmbeddedEngine, number: int) -> None:
     for turn in range(1_000_000):
         request = GenerateRequest(f"load {number}", [number + 1, turn % 100 + 1, 3], Sampling(max_tokens=200))
         async for _ in engine.generate(request):

@@ -64,14 +64,19 @@ def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float, *, copy: bool = True) ->
     return call(_NormFork, x_NW, norm_W, eps, copy)  # type: ignore[return-value]
 
 
+def _takes_codes(x: Tensor, weight: Tensor, form: str, exact: bool) -> bool:
+    """Whether the product of such rows with `weight` takes FP8 codes, which the pass before it can write."""
+    return not exact and len(x) % 4 == 0 and multiplies_codes(x, weight, form)
+
+
 def _normal(
-    x_NW: Tensor, norm_W: Tensor, eps: float, copy_NW: Tensor, weight: Tensor, form: str, exact: bool
+    x_NW: Tensor, norm_W: Tensor, eps: float, copy_NW: Tensor | None, weight: Tensor, form: str, exact: bool
 ) -> tuple[Tensor | fp8.Codes, Tensor]:
-    """Returns (RMSNorm of x, as codes if the product with `weight` takes codes; the scales of the norm). Writes x into
+    """Returns (RMSNorm of x, as codes if the product with `weight` takes them; the scales of the norm). Writes x into
     `copy`."""
     from rollmill.models.kernels.fused_triton import norm_codes, norm_forward, writes_codes
 
-    if not exact and len(x_NW) % 4 == 0 and writes_codes(x_NW) and multiplies_codes(x_NW, weight, form):
+    if writes_codes(x_NW) and _takes_codes(x_NW, weight, form, exact):
         codes, scale_N = norm_codes(x_NW, norm_W, eps, copy_NW)
         return fp8.Codes(*codes), scale_N
     return norm_forward(x_NW, norm_W, eps, copy_NW)
@@ -173,13 +178,15 @@ class _AddMLP(Function):
         mlp = DenseMLP(*weights)  # type: ignore[arg-type]
         y_NW = add_product_(copy_NW, attended, mlp.output, mlp.output_bias, form, exact)
         inner: Tensor | fp8.Codes
+        out_NW: Tensor | None
         if remakes:
             from rollmill.models.kernels.swiglu_triton import swiglu_product
 
             out_NW, (normal_NW, scale_N) = y_NW, norm_forward(y_NW, mlp.norm, eps)
             gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up, form, exact)
         else:
-            out_NW = y_NW.new_empty(y_NW.shape)
+            # a product of codes cannot add: y is added to it, and no copy of y is needed
+            out_NW = None if _takes_codes(y_NW, mlp.down, form, exact) else y_NW.new_empty(y_NW.shape)
             normal, scale_N = _normal(y_NW, mlp.norm, eps, out_NW, mlp.gate_up, form, exact)
             gate_up = product(normal, mlp.gate_up, None, form, exact)
             inner = _swiglu(gate_up, mlp.down, form, exact)
@@ -187,6 +194,8 @@ class _AddMLP(Function):
         ctx.eps, ctx.form = eps, form
         if remakes:  # otherwise `copy` now holds y, which nothing outside has
             ctx.mark_dirty(copy_NW)
+        if out_NW is None:
+            return product(inner, mlp.down, None, form, exact).add_(y_NW)
         return add_product_(out_NW, inner, mlp.down, None, form, exact)
 
     @staticmethod
@@ -219,7 +228,7 @@ class _AddMLP(Function):
 
 def _swiglu(gate_up: Tensor, down: Tensor, form: str, exact: bool) -> Tensor | fp8.Codes:
     """SwiGLU's output, as codes if the product with `down` takes codes."""
-    if not exact and len(gate_up) % 4 == 0 and multiplies_codes(gate_up, down, form):
+    if _takes_codes(gate_up, down, form, exact):
         from rollmill.models.kernels.fp8_grouped_triton import swiglu_codes
 
         codes, scales = swiglu_codes(gate_up)

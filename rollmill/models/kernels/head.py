@@ -110,7 +110,7 @@ class _Logprobs(Function):
 
         gradients = gradients_of(hidden_MW, weight_VW, ctx.form)
         _add_all(gradients, len(weight_VW), fill)
-        return gradients.hidden, gradients.weight.to(weight_VW.dtype), None, None, None, None
+        return *gradients.finish(), None, None, None, None
 
 
 class _NextToken(Function):
@@ -133,23 +133,12 @@ class _NextToken(Function):
                 _next_token_slopes(logits_MV, targets_M[part], weights_M[part], logprobs_M[part], grad_MV)
 
             _add_all(gradients, len(weight_VW), fill)
-        ctx.save_for_backward(gradients.hidden, gradients.weight)
-        ctx.dtype = weight_VW.dtype
+        ctx.gradients = gradients
         return -(logprobs_M * weights_M).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, sum_VW = ctx.saved_tensors
-        # scaled and rounded in one pass; nothing else holds these, so they are scaled in place where types allow it
-        grad_weight = sum_VW if sum_VW.dtype == ctx.dtype else torch.empty_like(sum_VW, dtype=ctx.dtype)
-        for source, target in ((sum_VW, grad_weight), (grad_hidden, grad_hidden)):
-            if has_triton(source.device):
-                from rollmill.models.kernels.head_triton import scale_into
-
-                scale_into(source, grad, target)
-            else:
-                torch.mul(source, grad, out=target)
-        return grad_hidden, grad_weight, None, None, None
+        return *ctx.gradients.finish(grad), None, None, None
 
 
 def _makes_powers(hidden_MW: Tensor, weight_VW: Tensor) -> bool:

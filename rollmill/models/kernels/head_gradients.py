@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollmill.models.kernels import fp8
+from rollmill.models.triton import has_triton
 
 MOST_CODES = 3_000_000_000  # bytes kept for one product; with more, several products are summed in FP32
 
@@ -46,7 +47,7 @@ class Gradients:
         self.hidden = torch.empty_like(hidden_MW)
         self._overwrites = _adds_to_fp32(hidden_MW) and len(hidden_MW) > 0  # the first chunk: nothing is added to it
         empty = torch.empty if self._overwrites else torch.zeros
-        self.weight = empty(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
+        self._sum = empty(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
 
     def chunks(self, elements: int) -> Iterator[slice]:
         """Cuts the rows: at most about `elements` logits per chunk."""
@@ -67,32 +68,39 @@ class Gradients:
         if _adds_to_fp32(grad_MV):
             kept = 0.0 if self._overwrites else 1.0
             self._overwrites = False
-            total = self.weight
+            total = self._sum
             torch.ops.aten.addmm.dtype_out(total, grad_MV.t(), hidden_MW, torch.float32, beta=kept, out=total)
         else:
-            self.weight.addmm_(grad_MV.t().float(), hidden_MW.float())
+            self._sum.addmm_(grad_MV.t().float(), hidden_MW.float())
+
+    def finish(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of hidden and weight, times `factor`."""
+        if factor is None:
+            return self.hidden, self._sum.to(self._weight.dtype)
+        return times(self.hidden, factor, self.hidden), times(self._sum, factor, torch.empty_like(self._weight))
 
 
 class CodedGradients:
-    """The same, in FP8. `weight` is there when `chunks` has ended: in bf16, or in FP32 as a sum of several products."""
-
-    weight: Tensor
+    """The same, in FP8. The product of the last group of chunks is left to `finish`: its scales take the factor."""
 
     def __init__(self, hidden_MW: Tensor, weight_VW: Tensor) -> None:
         self._hidden, self._vocabulary = hidden_MW, len(weight_VW)
         self.hidden = torch.empty_like(hidden_MW)
         self._codes = fp8.along_tokens(weight_VW)  # of the transposed head
+        self._sum: Tensor | None = None  # FP32, of all groups but the last
 
     def chunks(self, elements: int) -> Iterator[slice]:
-        found: list[Tensor] = []
         for group in cut(slice(0, len(self._hidden)), self._vocabulary, MOST_CODES, fp8.BLOCK):
-            self._group = group
+            if group.start:
+                product_VW = self._product(None).float()
+                self._sum = product_VW if self._sum is None else self._sum.add_(product_VW)
+            self._group, self._rows = group, fp8.along_tokens(self._hidden[group])
             self._columns = fp8.empty_columns(self._vocabulary, group.stop - group.start, self._hidden.device)
             yield from cut(group, self._vocabulary, elements, fp8.BLOCK)
-            product_VW = fp8.multiply(self._columns, fp8.along_tokens(self._hidden[group]))
-            found = [found[0].float().add_(product_VW)] if found else [product_VW]
-            del self._columns
-        (self.weight,) = found
+
+    def _product(self, factor: Tensor | None) -> Tensor:
+        codes, scales = self._rows
+        return fp8.multiply(self._columns, fp8.Codes(codes, scales if factor is None else scales * factor))
 
     def add(self, chunk: slice, grad_MV: Tensor, scales_M: Tensor | None = None) -> None:
         start, last = chunk.start - self._group.start, chunk.stop == self._group.stop
@@ -101,6 +109,24 @@ class CodedGradients:
 
     def add_powers(self, chunk: slice, powers_MV: Tensor, scales_M: Tensor) -> None:
         self.add(chunk, powers_MV, scales_M)
+
+    def finish(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden_MW = self.hidden if factor is None else times(self.hidden, factor, self.hidden)
+        weight_VW = self._product(factor)
+        if self._sum is not None:
+            total_VW = self._sum if factor is None else self._sum.mul_(factor)
+            weight_VW = total_VW.add_(weight_VW).to(weight_VW.dtype)
+        return hidden_MW, weight_VW
+
+
+def times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """Writes x · factor into `out`, which may be `x`, rounded to its type in the same pass."""
+    if not has_triton(x.device):
+        return torch.mul(x, factor, out=out)
+    from rollmill.models.kernels.head_triton import scale_into
+
+    scale_into(x, factor, out)
+    return out
 
 
 def gradients_of(hidden_MW: Tensor, weight_VW: Tensor, form: str) -> Gradients | CodedGradients:

@@ -1,0 +1,216 @@
+"""An RL step of 10,000 tokens while an engine decodes on the same device: how long the trainer needs for it.
+
+    python -m benchmarks.rl_step [--quick] [--numerics fast]
+
+The model has SmolLM2-135M's shape and random weights; without CUDA it is small, and so is the step. A step is what the
+trainer does between two groups of rollouts: it packs sequences of 64 to 600 tokens (other lengths every time), computes
+the policy gradient and its figures, updates, and exports the weights. A thread publishes them while the next step runs,
+as in a run; if it is late, the step waits for it. A process of its own serves the versions: it follows the line and
+always decodes 64 requests. Rewards are SYNTHETIC: random advantages for random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from benchmarks.output import at_most, finish
+from benchmarks.swap import SMALL, decode_always
+from benchmarks.train_step_shapes import SMOLLM2, draw_
+from rollmill.inference.config import EngineConfig
+from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.follower import EngineFollower
+from rollmill.models.config import ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.device import Device
+from rollmill.storage.objects import Objects
+from rollmill.training.background import Background
+from rollmill.training.batching import PackedSequence, SampledFacts, pack
+from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
+from rollmill.training.fitting import fitted
+from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.policy_gradient import PolicyGradient, StepSequences
+from rollmill.training.whole import WHOLE
+from rollmill.types import Version
+from rollmill.weights.reading.follower import Follower
+from rollmill.weights.reading.store import WeightStore
+
+BATCH = 64 if torch.cuda.is_available() else 4
+WARM = 4 if torch.cuda.is_available() else 1  # steps before those that count
+Numerics = Literal["fast", "exact"]
+
+
+def serve(directory: Path, config: ModelConfig, device: Device, numerics: Numerics, questions: Connection) -> None:
+    """Decodes always. Answers each question with (tokens decoded so far, the version served)."""
+    asyncio.run(_serve(directory, config, device, numerics, questions))
+
+
+async def _serve(
+    directory: Path, model: ModelConfig, device: Device, numerics: Numerics, questions: Connection
+) -> None:
+    config = EngineConfig(max_batch=BATCH, cache_tokens=BATCH * 512, poll_seconds=0.01)
+    source = Follower(WeightStore(Objects.open(directory)), "main")
+    async with EmbeddedEngine(model, config, device=device, exact=numerics == "exact") as engine:
+        tasks = [asyncio.create_task(decode_always(engine, number)) for number in range(BATCH)]
+        tasks.append(asyncio.create_task(EngineFollower(engine, source, config.poll_seconds).run()))
+        with suppress(EOFError):
+            while await asyncio.to_thread(questions.recv):
+                metrics = engine.metrics()
+                questions.send((int(metrics["sampled_tokens_total"]), int(metrics["version"])))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _engine(directory: Path, config: ModelConfig, device: Device, numerics: Numerics) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    questions, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(directory, config, device, numerics, theirs), daemon=True)
+    process.start()
+    theirs.close()  # if the process ends, so does `recv`
+    try:
+        yield questions
+    finally:
+        with suppress(OSError):  # it may have died
+            questions.send(False)
+        process.join(10)
+        process.kill()
+
+
+def _asked(questions: Connection) -> tuple[int, int]:
+    questions.send(True)
+    answer: tuple[int, int] = questions.recv()
+    return answer
+
+
+class Trainer:
+    """Takes RL steps, and publishes each version while the next step runs."""
+
+    def __init__(self, directory: Path, config: ModelConfig, device: Device, numerics: Numerics) -> None:
+        with torch.device(device):
+            self._model = Decoder(config, torch.bfloat16 if device == "cuda" else torch.float32)
+        draw_(self._model, 1)
+        if numerics == "exact":
+            self._model.compute_exactly()
+        settings = fitted(TrainingConfig(snapshot_every=1000), config, torch.device(device))
+        self._model.recompute_mlp, self._tokens = bool(settings.recompute_mlp), settings.tokens_per_microbatch
+        self._optimizer = MasterOptimizer(self._model, OptimizerConfig(lr=1e-6), "bf16")
+        store = WeightStore(Objects.open(directory))
+        self._publisher = WHOLE.publisher(self._model, store, "main", "bf16", settings)
+        self._writing: Background[float] = Background("publish")
+        self.number = 0
+        self.publish()
+
+    def publish(self) -> None:
+        exported, number = self._publisher.export(self._model), self.number
+        self.number += 1
+
+        def write() -> float:
+            started = time.perf_counter()
+            self._publisher.publish(number, exported, Version("main", number - 1) if number else None, {})
+            return time.perf_counter() - started
+
+        self._writing.start(write)
+
+    def wait(self) -> float:
+        """Seconds that the publication took."""
+        return self._writing.wait() or 0.0
+
+    def step(self, sequences: list[PackedSequence]) -> tuple[float, float]:
+        """Seconds: of the step, and of publishing the version before."""
+        started = time.perf_counter()
+        gradient = PolicyGradient(RLConfig(), None, len(sequences))
+        parts = pack(sequences, self._tokens or 1)
+        figures = gradient.backward(self._model, StepSequences(parts, [], None), self._optimizer.accumulate, WHOLE)
+        assert np.isfinite(figures["loss"])
+        assert self._optimizer.update(1e-6).applied
+        published = self.wait()
+        self.publish()
+        return time.perf_counter() - started, published
+
+
+def drawn(rng: np.random.Generator, tokens: int, vocabulary: int) -> list[PackedSequence]:
+    """Sequences of 64 to 600 tokens, `tokens` together. All but the first 32 tokens of each are trained on."""
+    found: list[PackedSequence] = []
+    while tokens:
+        length = int(min(tokens, rng.integers(64, 600)))
+        tokens -= length
+        ids, rows = rng.integers(0, vocabulary, length + 1), np.arange(min(32, length - 1), length)
+        facts = SampledFacts(
+            logprobs=np.full(len(rows), -np.log(vocabulary), np.float32),
+            temperatures=np.ones(len(rows), np.float32),
+            advantages=np.full(len(rows), rng.normal(), np.float32),
+            staleness=np.zeros(len(rows), np.int64),
+            trajectory=np.full(len(rows), len(found)),
+        )
+        found.append(PackedSequence(ids[:-1], rows, ids[1:][rows], facts=facts))
+    return found
+
+
+def _steps(trainer: Trainer, tokens: int, vocabulary: int, count: int, seed: int) -> list[tuple[float, float]]:
+    rng = np.random.default_rng(seed)
+    return [trainer.step(drawn(rng, tokens, vocabulary)) for _ in range(count)]
+
+
+def measure(device: Device, numerics: Numerics, quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    small = device == "cpu"
+    config = ModelConfig.model_validate(SMALL if small else SMOLLM2)
+    tokens, steps = (200, 3) if small else (10_000, 10 if quick else 30)
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(Path(directory), config, device, numerics)
+        trainer.wait()
+        trainer.publish()
+        figures |= _figures("alone", _steps(trainer, tokens, config.vocab_size, steps + WARM, 0)[WARM:])
+        with _engine(Path(directory), config, device, numerics) as questions:
+            while _asked(questions)[0] < 20 * BATCH:  # until it decodes
+                time.sleep(0.05)
+            _steps(trainer, tokens, config.vocab_size, WARM, 1)
+            before, started = _asked(questions)[0], time.perf_counter()
+            figures |= _figures("decoding", _steps(trainer, tokens, config.vocab_size, steps, 2))
+            seconds = time.perf_counter() - started
+            after, version = _asked(questions)
+            figures |= {"engine_tokens_s": (after - before) / seconds, "engine_version": version}
+            trainer.wait()
+    figures["version"] = trainer.number - 1
+    bars = {} if small else {"decoding_step_s": at_most(figures["decoding_step_s"], 0.15)}
+    return figures, bars
+
+
+def _figures(name: str, times: list[tuple[float, float]]) -> dict[str, float]:
+    seconds, publishing = zip(*times, strict=True)
+    return {
+        f"{name}_step_s": statistics.median(seconds),
+        f"{name}_step_s_least": min(seconds),
+        f"{name}_step_s_most": max(seconds),
+        f"{name}_publish_s": statistics.median(publishing),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--numerics", choices=("fast", "exact"), default="exact")
+    options = parser.parse_args()
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    figures, bars = measure(device, options.numerics, options.quick)
+    for name, value in figures.items():
+        print(f"{name:32} {value:12.4g}")
+    finish("rl_step", figures, bars)
+
+
+if __name__ == "__main__":
+    main()
