@@ -33,6 +33,7 @@ class Order:
     timeout_s: float = 10.0  # of `exec`
     max_output: int = 65536
     pty: tuple[int, int] | None = None  # of `start`
+    user: str | None = None
 
     def header(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
         """As JSON has it, without stdin. Variables of the machine's `environment` come first."""
@@ -44,6 +45,7 @@ class Order:
             "timeout_s": self.timeout_s,
             "max_output": self.max_output,
             "pty": self.pty,
+            **({} if self.user is None else {"user": self.user}),
         }
 
 
@@ -94,6 +96,10 @@ class Capabilities:
     listen: bool = False  # `listen` works: an agent program in the machine can reach its model
     slowdown: float = 1.0  # measured; multiply time limits by it
     architecture: str = ""  # of its programs, as `uname -m` prints it; "": the host's
+    users: tuple[str, ...] = ("user",)  # that a command can run as; the first one if it names none
+
+
+USERS = ("user", "root")  # of machines whose agent is ours
 
 
 class Machine(Protocol):
@@ -109,8 +115,13 @@ class Machine(Protocol):
         stdin: bytes = b"",
         timeout_s: float = 10.0,
         max_output: int = 65536,
+        user: str | None = None,
     ) -> ExecResult:
         """Run a command to its end, and end whatever it left running. If the caller is cancelled, it ends at once.
+
+        `user` is one of `capabilities.users`. "root" gives no right: to its programs the user of the machine and its
+        files have the name root and the number 0. It is for programs that refuse to work for anyone else. OSError
+        (EPERM): no such user.
 
         Whatever a command does is a result, the ruin of its machine included. OSError: these arguments are no command.
         MachineError: the infrastructure failed. Only evidence from the host makes one, never the machine's own.
@@ -126,6 +137,7 @@ class Machine(Protocol):
         stdin: bytes = b"",
         max_output: int = 65536,
         pty: tuple[int, int] | None = None,
+        user: str | None = None,
     ) -> Process:
         """Start a process that keeps running between commands, a server for example. Errors as with `exec`.
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import WORK, ExecResult, Order, ProcessState
+from rollmill.environments.machine import WORK, Capabilities, ExecResult, Order, ProcessState
 from rollmill.environments.machines.namespace import wire
 from rollmill.errors import MachineError
 
@@ -78,6 +78,7 @@ class AgentMachine(ABC):
     in a machine or its template before (`_proven`), an agent that answers its first command with an error is believed.
     """
 
+    capabilities: Capabilities
     _grace_s = GRACE_S
     _proven = False  # a command has run in what this machine was made from, so its agent can start commands
 
@@ -124,6 +125,8 @@ class AgentMachine(ABC):
     def _header(self, operation: str, order: Order) -> dict[str, Any]:
         if not order.argv or isinstance(order.argv, str) or not 0 <= order.max_output <= wire.MAX_BODY - _NOTE:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if order.user is not None and order.user not in self.capabilities.users:
+            raise OSError(errno.EPERM, f"no user {order.user!r} here; there are: {', '.join(self.capabilities.users)}")
         return {"op": operation, **order.header(self.environment)}
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:

@@ -43,6 +43,9 @@ async def test_commands(sandbox: Callable[..., e2b.Sandbox]) -> None:
         machine = sandbox(timeout=60, envs={"WHO": "sdk"}, metadata={"task": "7"})
         result = machine.commands.run("echo hi $WHO; echo oops >&2; pwd", envs={"MORE": "1"})
         assert (result.stdout, result.stderr, result.exit_code) == ("hi sdk\n/work\n", "oops\n", 0)
+        assert [machine.commands.run("id -u", user=user).stdout for user in ("root", "user")] == ["0\n", "1000\n"]
+        with pytest.raises(e2b.SandboxException, match="no user 'nobody' here"):
+            machine.commands.run("true", user="nobody")
         with pytest.raises(e2b.CommandExitException) as failed:
             machine.commands.run("echo before; exit 3", cwd="/tmp")
         assert failed.value.exit_code == 3 and failed.value.stdout == "before\n"

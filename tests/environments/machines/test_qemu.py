@@ -68,6 +68,10 @@ async def test_files_and_commands(machine: QemuMachine, tmp_path: Path) -> None:
     )
     assert (result.exit_code, result.output, result.stopped) == (3, b"hello\nred\n/work\n", None)
     assert (await machine.exec(["no-such-program"], timeout_s=LONG_S)).exit_code == 127
+    for user, number in (("root", b"0\n"), ("root", b"0\n"), ("user", b"1000\n")):
+        assert (await machine.exec(["id", "-u"], user=user, timeout_s=LONG_S)).output == number
+    rights = await machine.exec(["sh", "-c", "grep CapEff /proc/self/status"], user="root", timeout_s=LONG_S)
+    assert int(rights.output.split()[1], 16) == 0
     large = os.urandom(3 << 20)
     await machine.write("large", large)
     assert await machine.read("large", max_bytes=1 << 23) == large

@@ -78,6 +78,9 @@ async def test_a_remote_machine_is_a_machine(url: str, service: Service, tmp_pat
         assert (result.output, result.exit_code, result.stopped) == (b"42\n", 0, None) and result.seconds > 0
         assert (await machine.exec(["cat"], stdin=b"in" * 50_000, max_output=100)).truncated
         assert (await machine.exec(["sleep", "60"], timeout_s=0.2)).stopped == "time"
+        assert (await machine.exec(["id", "-u"], user="root")).output == b"0\n"
+        with pytest.raises(PermissionError, match="no user 'x' here"):
+            await machine.start(["true"], user="x")
         await machine.write("a/b", b"\0\xff")
         assert await machine.read("/work/a/b") == b"\0\xff"
         for path, number in (("gone", errno.ENOENT), ("a", errno.EISDIR)):

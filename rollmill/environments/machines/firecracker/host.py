@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machine import USERS, Capabilities, Snapshot
 from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.firecracker import reaper
@@ -134,7 +134,7 @@ class FirecrackerHost:
     async def _save_template(self, parts: FirecrackerParts, image: Image, vm: FirecrackerVm) -> Template:
         self._running.add(vm)
         arch = parts.guest.architecture.name
-        able = Capabilities(kernel="own", snapshot="full", pause=True, listen=True, architecture=arch)
+        able = Capabilities(kernel="own", snapshot="full", pause=True, listen=True, architecture=arch, users=USERS)
         machine = self._machine(image, vm, able)
         try:
             async with asyncio.timeout(_BOOT_S):

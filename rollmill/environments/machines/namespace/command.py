@@ -17,6 +17,7 @@ from rollmill.environments.machines.namespace import cgroups, kernel, layout, se
 from rollmill.environments.machines.namespace.memory import Watchdog
 
 GROUP = 4  # in pid 1: the open file by which a command enters its control group (cgroups.py), if it has one
+ROOT = "root"
 NO_CAPABILITIES = kernel.capability_sets()
 
 
@@ -28,6 +29,7 @@ class Order(NamedTuple):
     timeout_s: float
     max_output: int
     pty: list[int] | None = None  # rows and columns of its terminal; None: it has none
+    user: str | None = None  # "root": see `_call_root`
 
 
 class Confinement(NamedTuple):
@@ -129,6 +131,8 @@ def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoR
             os._exit(0)
         order = Order(**{**request[0], "stdin": request[1]})
         os.close(3)
+        if order.user == ROOT:
+            _call_root()
         if order.stdin:
             stdin = os.memfd_create("stdin")
             _fill(stdin, order.stdin)
@@ -187,7 +191,7 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
         os.setsid()
         if order.pty is not None:
             terminal.control(0)
-        _confine(confinement)
+        _confine(confinement, order.user)
         _go(order, confinement)
     except BaseException as error:
         os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
@@ -237,7 +241,7 @@ def _execute(argv: list[str]) -> NoReturn:
     os.execv(program, argv)  # noqa: S606
 
 
-def _confine(confinement: Confinement) -> None:
+def _confine(confinement: Confinement, user: str | None = None) -> None:
     """The order matters: each step still has the rights it needs."""
     os.setresgid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
     os.setresuid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
@@ -246,8 +250,23 @@ def _confine(confinement: Confinement) -> None:
     _prefer_as_victim()
     for which, value in confinement.rlimits.items():
         resource.setrlimit(which, (value, value))
+    if user == ROOT:
+        _call_root()
     if confinement.filter is not None:
         seccomp.install(confinement.filter)
+
+
+def _call_root() -> None:
+    """Let the user of the commands have the name root and the number 0, for this process and what it starts. It is the
+    same user: it gets no right, and owns the same files. A user namespace gives capabilities in itself; they go at
+    once, and with no_new_privs no program brings them back. The limits are set before, so they hold above it too."""
+    kernel.unshare(kernel.CLONE_NEWUSER)
+    maps = (("setgroups", b"deny"), ("gid_map", b"0 %d 1" % layout.USER_ID), ("uid_map", b"0 %d 1" % layout.USER_ID))
+    for name, text in maps:
+        file = os.open(f"/proc/self/{name}", os.O_WRONLY)
+        os.write(file, text)
+        os.close(file)
+    kernel.set_capabilities(NO_CAPABILITIES)
 
 
 def _prefer_as_victim() -> None:

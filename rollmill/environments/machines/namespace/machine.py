@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machine import USERS, Capabilities, Snapshot
 from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
 from rollmill.environments.machines.egress import Egress
@@ -29,7 +29,7 @@ _AT_ONCE = 8  # children that get files by one request
 class NamespaceMachine(AgentMachine):
     """One machine. Requests are answered one after the other; callers may share it."""
 
-    capabilities = Capabilities(kernel="shared", snapshot="files", listen=True)
+    capabilities = Capabilities(kernel="shared", snapshot="files", listen=True, users=USERS)
 
     def __init__(self, host: NamespaceHost, identifier: int, image: Image, connection: socket.socket) -> None:
         super().__init__(image.reference, connection, str(identifier))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machine import USERS, Capabilities, Snapshot
 from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.images import Image, obtain_image
@@ -147,7 +147,7 @@ class QemuHost:
         self._running.add(vm)
         limit_s = _BOOT_S[shape.accelerator]
         arch = shape.parts.architecture.name
-        basic = Capabilities(kernel="own", snapshot="full", pause=True, listen=True, architecture=arch)
+        basic = Capabilities(kernel="own", snapshot="full", pause=True, listen=True, architecture=arch, users=USERS)
         machine = QemuMachine(self, image, vm, basic)
         try:
             async with asyncio.timeout(limit_s):

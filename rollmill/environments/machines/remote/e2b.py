@@ -6,7 +6,7 @@
 
 Give an SDK `E2B_API_URL` and `E2B_SANDBOX_URL`, both the URL of this service, and its key as `E2B_API_KEY`. A template
 is the name of an image; `base` is the one that is built in. Paths and commands begin in the work directory. Not there:
-input to a running command, terminals, watching directories, pausing, other users than the machine's own.
+input to a running command, terminals, watching directories, pausing, other users than those of the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.remote import rpc
 from rollmill.environments.machines.remote.directories import Directories
-from rollmill.environments.machines.remote.e2b_commands import MOST_BYTES, begin, inside, stream
+from rollmill.environments.machines.remote.e2b_commands import MOST_BYTES, begin, inside, stream, user_of
 from rollmill.environments.machines.remote.rpc import RpcError
 from rollmill.environments.machines.remote.service import Lent, Service
 from rollmill.errors import MachineError, NoCapacity, TaskError
@@ -237,7 +237,7 @@ class E2B:
             asked = rpc.only_message(await request.read()).get("process")
             if not isinstance(asked, dict):
                 raise RpcError("invalid_argument", "'process' must be an object")
-            number = await begin(lent, asked)
+            number = await begin(lent, asked, user_of(request))
         except RpcError as error:
             return error.response()
         limit = request.headers.get("Connect-Timeout-Ms", "")

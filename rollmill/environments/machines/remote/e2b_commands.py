@@ -22,7 +22,18 @@ _MOST_KEPT = 8  # commands of a machine before those that have ended are forgott
 _SPLIT = 'errors=$1; shift; exec "$@" 2>"$errors"'  # a machine joins the two outputs of a command; E2B does not
 
 
-async def begin(lent: Lent, asked: dict[str, Any]) -> int:
+def user_of(request: web.Request) -> str | None:
+    """The user that a client asks for: its name is that of HTTP's basic authentication, without a password."""
+    kind, _, word = request.headers.get("Authorization", "").partition(" ")
+    if kind.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(word, validate=True).decode().partition(":")[0] or None
+    except ValueError:  # UnicodeDecodeError is one
+        raise RpcError("invalid_argument", "the header Authorization names no user") from None
+
+
+async def begin(lent: Lent, asked: dict[str, Any], user: str | None) -> int:
     """Start a command. Returns its number. RpcError: it cannot start."""
     words = [text(asked, "cmd"), *asked.get("args", [])]
     environment = {**lent.environment, **asked.get("envs", {})}
@@ -33,7 +44,8 @@ async def begin(lent: Lent, asked: dict[str, Any]) -> int:
     number = lent.number()  # before anything is awaited: commands may start side by side
     argv = ["sh", "-c", _SPLIT, "sh", _errors(number), *words]
     try:
-        process = await lent.machine.start(argv, cwd=directory, env=environment, max_output=MOST_BYTES >> 2)
+        most = MOST_BYTES >> 2
+        process = await lent.machine.start(argv, cwd=directory, env=environment, max_output=most, user=user)
     except (OSError, MachineError) as error:
         raise RpcError("unavailable" if isinstance(error, MachineError) else "invalid_argument", str(error)) from None
     return lent.keep(process, number)

@@ -21,8 +21,8 @@ from rollmill.environments.machines.remote.service import Kept, Lent, Service
 from rollmill.errors import MachineError, NoCapacity, TaskError
 
 LEASE_S = 60.0  # of a machine; each request and each renewal begins it anew
-_EXEC = ("cwd", "env", "timeout_s", "max_output")
-_START = ("cwd", "env", "max_output", "pty")
+_EXEC = ("cwd", "env", "timeout_s", "max_output", "user")
+_START = ("cwd", "env", "max_output", "pty", "user")
 
 
 class Routes:
@@ -186,10 +186,14 @@ class Routes:
         machine = lent.machine
         match operation:
             case "exec":
-                result = await machine.exec(header["argv"], stdin=body, **{name: header[name] for name in _EXEC})
+                result = await machine.exec(
+                    header["argv"], stdin=body, **{name: header[name] for name in _EXEC if name in header}
+                )
                 return {**dataclasses.asdict(dataclasses.replace(result, output=b"")), "output": None}, result.output
             case "start":
-                process = await machine.start(header["argv"], stdin=body, **{name: header[name] for name in _START})
+                process = await machine.start(
+                    header["argv"], stdin=body, **{name: header[name] for name in _START if name in header}
+                )
                 return {"process": lent.keep(process)}, b""
             case "state" | "stop" | "input" | "resize":
                 kept = lent.processes.get(header["process"])
