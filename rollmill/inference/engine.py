@@ -133,18 +133,20 @@ class GenerateChunk:
     timing: Mapping[str, float] = field(default_factory=dict)
 
 
-def check_request(request: GenerateRequest, vocab_size: int, known: list[int] | None = None) -> None:
+def check_request(request: GenerateRequest, vocab_size: int, known: list[int] | None = None) -> bool:
     """Raises EngineError for a context or a bias that is not of this vocabulary. `known` is a context that was checked:
-    the prompt of a group is looked at once."""
+    the prompt of a group is looked at once. Returns whether this one is `known`."""
     if not request.tokens:
         raise EngineError("a request needs at least one token of context")
-    if request.tokens != known and (min(request.tokens) < 0 or max(request.tokens) >= vocab_size):
+    same = request.tokens == known
+    if not same and (min(request.tokens) < 0 or max(request.tokens) >= vocab_size):
         raise EngineError(
             f"token ids must be from 0 to {vocab_size - 1}",
             hint="was the context made with another model's tokenizer?",
         )
     if any(token >= vocab_size for token, _ in request.sampling.logit_bias):
         raise EngineError(f"logit_bias: token ids must be from 0 to {vocab_size - 1}")
+    return same
 
 
 @dataclass(frozen=True)

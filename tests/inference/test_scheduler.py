@@ -55,7 +55,7 @@ def run(scheduler: Scheduler, work: list[Work]) -> list[Generation]:
 def check(scheduler: Scheduler, work: list[Work]) -> None:
     pages = scheduler.pages
     held = Counter(block for generation in scheduler.everyone() for block in generation.blocks)
-    assert [held[page] for page in range(pages.size)] == pages._references, "one reference per request"
+    assert [held[page] for page in range(pages.size)] == list(pages._references), "one reference per request"
     assert sorted([*held, *pages._free, *pages._idle]) == list(range(pages.size)), "no page is lost or used twice"
     assert {page: key for key, page in pages._index.items()}.keys() == {n for n, keys in enumerate(pages._keys) if keys}
     assert set(pages._parts) <= set(pages._index), "a part that is not there is not looked for"

@@ -142,7 +142,10 @@ class Bursts:
 
 
 def _can_burst(item: Work) -> bool:
-    return item.count == 1 and item.completes and not item.generation.request.top_logprobs and is_plain(item.draw)
+    one = item.generation
+    if item.count != 1 or not item.completes or one.request.top_logprobs:
+        return False
+    return is_plain(one.request.sampling, one.grammar)
 
 
 def _counts(flight: _Flight, output: BurstOutput) -> list[int]:

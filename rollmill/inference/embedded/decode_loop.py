@@ -51,6 +51,12 @@ _Row = tuple[int, float, bytes, list[tuple[int, float]]]  # a token, its log-pro
 Outbox = list[tuple[Generation, GenerateChunk | Exception]]
 
 
+class _Command(NamedTuple):
+    future: Future[Any]
+    run: Callable[[], Any]
+    recorded: bool
+
+
 class Ready(NamedTuple):
     """An update that is prepared for the pause: its patches, or all its tensors."""
 
@@ -92,7 +98,7 @@ class DecodeLoop:
             self._bursts = Bursts(self._runner, self.scheduler, config.stream_seconds)
         self._closing = self._warm = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
-        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], bool]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command | Generation] = queue.SimpleQueue()  # a generation asks to be added
         self._ahead: Callable[[], None] | None = None  # waits for a step of prompts and records its tokens
         self._outbox: Outbox = []
         self.thread = threading.Thread(target=self._work, name="engine-decode", daemon=True)
@@ -101,11 +107,18 @@ class DecodeLoop:
         """Run `command` in the decode loop's thread, between two steps. With `recorded` it finds every token that was
         computed recorded."""
         future: Future[T] = Future()
+        self._put(_Command(future, command, recorded))
+        return future
+
+    def post_request(self, generation: Generation) -> None:
+        """Add a request. Nobody waits for the decode loop: if it is refused, the error goes to the request."""
+        self._put(generation)
+
+    def _put(self, item: _Command | Generation) -> None:
         with self._lock:
             if self.ended.done():
                 raise EngineUnavailable("the engine has stopped", hint="start it again; its log tells why it stopped")
-            self._inbox.put((future, command, recorded))
-        return future
+            self._inbox.put(item)
 
     def prepare(self, update: Update) -> Ready:
         """Does the part of an update that can run beside decoding, in any thread. Raises if the update is not for this
@@ -125,8 +138,7 @@ class DecodeLoop:
         self.scheduler.add(generation)
         self._refuse_other_line(generation)
 
-    def enter(self, generation: Generation) -> None:
-        """`add`, but an error goes to the request: nobody waits for the command."""
+    def _enter(self, generation: Generation) -> None:
         try:
             self.add(generation)
         except Exception as error:
@@ -209,16 +221,22 @@ class DecodeLoop:
         with self._lock:
             self.ended.set_exception(failure) if failure else self.ended.set_result(None)
         while not self._inbox.empty():
-            future, _, _ = self._inbox.get()
-            if future.set_running_or_notify_cancel():  # otherwise the sender has gone
-                future.set_exception(why)
+            left = self._inbox.get()
+            if isinstance(left, Generation):
+                self._outbox.append((left, why))
+            elif left.future.set_running_or_notify_cancel():  # otherwise the sender has gone
+                left.future.set_exception(why)
         self._outbox += [(generation, why) for generation in self.scheduler.everyone()]
         self._flush()
 
     def _take_commands(self, wait: bool) -> None:
         while wait or not self._inbox.empty():
-            future, command, recorded = taken = self._next_command()
+            taken = self._next_command()
             wait = False
+            if isinstance(taken, Generation):
+                self._enter(taken)
+                continue
+            future, command, recorded = taken
             try:
                 if recorded:
                     self._record_all()
@@ -232,7 +250,7 @@ class DecodeLoop:
             except Exception as error:  # the sender handles it; the decode loop goes on
                 future.set_exception(error)
 
-    def _next_command(self) -> tuple[Future[Any], Callable[[], Any], bool]:
+    def _next_command(self) -> _Command | Generation:
         try:
             return self._inbox.get(timeout=GAP_SECONDS)
         except queue.Empty:

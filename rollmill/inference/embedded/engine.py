@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -84,19 +85,18 @@ class EmbeddedEngine:
         return self._decoding.ended
 
     async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
-        check_request(request, self._vocab_size, self._checked)
+        if not check_request(request, self._vocab_size, self._checked):
+            self._checked = list(request.tokens)  # a copy: the caller's may change
         if len(request.tokens) >= self._context_limit:
             yield GenerateChunk([], [], [], [], finish="length")  # no room for a token: that is data, not an error
             return
-        chunks: asyncio.Queue[GenerateChunk | Exception] = asyncio.Queue()
+        chunks = _Chunks()
         grammar = await asyncio.to_thread(self._grammar, request) if request.sampling.grammar is not None else None
         generation = self._generation(request, stream, chunks)
-        self._checked = generation.tokens[:]  # a copy: the generation's own list grows
         generation.grammar = grammar
         finish = None
         try:
-            entering = self._decoding.post(lambda: self._decoding.enter(generation), recorded=False)
-            entering.add_done_callback(lambda done: self._tell_of_error(generation, done))
+            self._decoding.post_request(generation)
             while finish is None:
                 chunk = await chunks.get()
                 if isinstance(chunk, Exception):
@@ -168,25 +168,38 @@ class EmbeddedEngine:
             )
         return self._grammars.start(grammar, ends[0], request.tokens[len(request.tokens) - request.answered :])
 
-    def _generation(
-        self, request: GenerateRequest, stream: bool, chunks: asyncio.Queue[GenerateChunk | Exception]
-    ) -> Generation:
+    def _generation(self, request: GenerateRequest, stream: bool, chunks: _Chunks) -> Generation:
         self._requests += 1
         limit = min(len(request.tokens) + request.sampling.max_tokens, self._context_limit)
         seed = request.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed % 2**64
-        return Generation(self._requests, request, stream, limit, seed, chunks.put_nowait)
-
-    def _tell_of_error(self, generation: Generation, entered: Future[None]) -> None:
-        """For a request that had not entered when the decode loop ended."""
-        error = entered.exception()
-        if isinstance(error, Exception):
-            self._send([(generation, error)])
+        return Generation(self._requests, request, stream, limit, seed, chunks.put)
 
     def _send(self, outbox: Outbox) -> None:
         """Called in the decode loop's thread. One call for all: waking the event loop is slow."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_deliver, outbox)
+
+
+class _Chunks:
+    """The chunks of one request, for the one task that reads them. Much less than asyncio.Queue does: with a thousand
+    requests at once its work is seen."""
+
+    def __init__(self) -> None:
+        self._held: deque[GenerateChunk | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, chunk: GenerateChunk | Exception) -> None:
+        """In the event loop's thread."""
+        self._held.append(chunk)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> GenerateChunk | Exception:
+        while not self._held:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._held.popleft()
 
 
 def _deliver(outbox: Outbox) -> None:

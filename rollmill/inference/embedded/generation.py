@@ -30,6 +30,7 @@ class Generation:
     grammar: GrammarState | None = None
     drafts: Drafts = field(default_factory=Drafts)
     tokens: list[int] = field(init=False)
+    is_rollout: bool = field(init=False)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     oldest: PolicyRef | None = None  # the oldest weights that wrote keys or values of `computed`
@@ -54,21 +55,19 @@ class Generation:
     _attended: PolicyRef | None = None  # the oldest weights whose keys or values a sampled token attended to
     _keys: list[bytes] = field(default_factory=list)  # of its full pages, under `_keys_policy`
     _keys_policy: PolicyRef | None = None
+    _next: tuple[int, int, PolicyRef, bytes] | None = None  # the last answer of `next_key`, after what it depends on
     _compared: tuple[int, int, int] | None = None  # with whom, and both lengths; see `is_twin_of`
     _same: bool = False  # what that comparison found
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
+        self.is_rollout = self.request.traffic == "rollout"
         self._sent = len(self.tokens)
         self._queued_since = self.arrived_at
 
     @property
     def missing(self) -> int:
         return len(self.tokens) - self.computed
-
-    @property
-    def is_rollout(self) -> bool:
-        return self.request.traffic == "rollout"
 
     def admit(self) -> None:
         self.started = True
@@ -99,6 +98,14 @@ class Generation:
             return self.parent_of(page + 1, policy, size)
         start = page * size
         return page_key(self.parent_of(page, policy, size), self.tokens[start : start + length])
+
+    def next_key(self, policy: PolicyRef, size: int) -> bytes:
+        """The key of the page after its last one, as far as its context reaches. It is remembered: a prompt that waits
+        is asked in every step."""
+        page, length = len(self.blocks), len(self.tokens)
+        if self._next is None or self._next[:2] != (page, length) or self._next[2] is not policy:
+            self._next = page, length, policy, self.key_of(page, min(size, length - page * size), policy, size)
+        return self._next[3]
 
     def parent_of(self, page: int, policy: PolicyRef, size: int) -> bytes:
         """The key of the page before `page`, which is full; for page 0, that of an empty context."""

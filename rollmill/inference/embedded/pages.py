@@ -15,6 +15,7 @@ sessions never take keys and values of an older policy.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ class KeptContext:
 
     tokens: list[int]
     blocks: list[int]
-    stamps: list[int]
+    stamps: np.ndarray
     oldest: PolicyRef | None  # the oldest weights that wrote keys or values here
 
 
@@ -61,8 +62,8 @@ class Pages:
         self.size, self.block_size = count, block_size
         self._free = list(range(count))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * count
-        self._stamps = [0] * count  # changes when a page gets other contents
+        self._references = np.zeros(count, np.int32)
+        self._stamps = np.zeros(count, np.int64)  # changes when a page gets other contents
         self._keys: list[list[bytes]] = [[] for _ in range(count)]  # of each page: one per length that was named
         self._index: dict[bytes, int] = {}
         # of pages that are not full: key → (key of the page before, length), and for that key how many have a length
@@ -85,25 +86,35 @@ class Pages:
     def take(self, count: int) -> list[int]:
         """Pages for new contents. Evicts idle pages, least recently used first."""
         assert count <= self.available, "room is made before pages are taken"
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        for page in pages:
-            self._references[page] = 1
-            self._stamps[page] += 1
+        if not count:
+            return []
+        free = self._free
+        pages = [free.pop() if free else self._evict() for _ in range(count)]
+        self._references[pages] = 1
+        self._stamps[pages] += 1
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._references[page] += 1
-            if self._references[page] == 1:
-                del self._idle[page]
+        """`pages` are different pages."""
+        if not pages:
+            return
+        self._references[pages] += 1
+        for page in itertools.compress(pages, self._references[pages] == 1):
+            del self._idle[page]
 
     def give(self, pages: Sequence[int], *, keep: bool = False) -> None:
-        """Gives references back. A page that nobody holds becomes idle if it can be found by content, or with `keep`.
-        The last of `pages` is evicted first: the start of a context serves more requests than its end."""
-        for page in reversed(pages):
-            self._references[page] -= 1
-            if self._references[page]:
-                continue
+        """Gives references to different pages back. A page that nobody holds becomes idle if it can be found by
+        content, or with `keep`. The last of `pages` is evicted first: the start of a context serves more requests than
+        its end."""
+        if not pages:
+            return
+        last_first = pages[::-1]
+        self._references[last_first] -= 1
+        left = list(itertools.compress(last_first, self._references[last_first] == 0))
+        if keep and not self._condemned:
+            self._idle.update(dict.fromkeys(left))
+            return
+        for page in left:
             if page in self._condemned:
                 self.unclean.append(page)
             elif keep or self._keys[page]:
@@ -112,10 +123,10 @@ class Pages:
                 self._free.append(page)
 
     def in_use(self, page: int) -> bool:
-        return self._references[page] > 0
+        return bool(self._references[page] > 0)
 
     def is_shared(self, page: int) -> bool:
-        return self._references[page] > 1
+        return bool(self._references[page] > 1)
 
     def find(self, key: bytes) -> int | None:
         return self._index.get(key)
@@ -136,8 +147,7 @@ class Pages:
 
     def keep(self, session: str, tokens: list[int], blocks: list[int], oldest: PolicyRef | None) -> None:
         """Remembers the context of a session's finished turn. Its pages may be evicted at any time."""
-        stamps = [self._stamps[block] for block in blocks]
-        self._sessions[session] = KeptContext(tokens, blocks, stamps, oldest)
+        self._sessions[session] = KeptContext(tokens, blocks, self._stamps[blocks], oldest)
         self._sessions.move_to_end(session)
         if len(self._sessions) > self.size:
             self._sessions.popitem(last=False)
@@ -148,8 +158,8 @@ class Pages:
         if context is None or len(context.tokens) >= len(tokens) or tokens[: len(context.tokens)] != context.tokens:
             return None
         valid = 0
-        for block, stamp in zip(context.blocks, context.stamps, strict=True):
-            if self._stamps[block] != stamp or block in self._condemned:
+        for block, same in zip(context.blocks, self._stamps[context.blocks] == context.stamps, strict=True):
+            if not same or block in self._condemned:
                 break
             valid += 1
         if not valid:

@@ -49,10 +49,10 @@ class Prefixes:
 
     def finds_next(self, generation: Generation) -> bool:
         """Whether the page after its last one is there or promised, so that `extend` may get it further."""
-        policy, length = self._policy, min(self._size, generation.missing)
+        policy = self._policy
         if policy is None or not self._at_boundary(generation) or not generation.is_pure(policy):
             return False
-        key = generation.key_of(len(generation.blocks), length, policy, self._size)
+        key = generation.next_key(policy, self._size)
         return self._pages.find(key) is not None or self._promises.get(key, generation) is not generation
 
     def extend(self, generation: Generation) -> Generation | None:

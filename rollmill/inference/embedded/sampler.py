@@ -54,8 +54,8 @@ def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
     if not has_triton(logits_MV.device):
         return _sample(logits_MV, draws)
     # rows with nothing but a temperature are always drawn by the kernel, so a token does not depend on the others
-    plain = [row for row, draw in enumerate(draws) if is_plain(draw)]
-    others = [row for row, draw in enumerate(draws) if not is_plain(draw)]
+    plain = [row for row, draw in enumerate(draws) if is_plain(draw.sampling, draw.grammar)]
+    others = [row for row, draw in enumerate(draws) if not is_plain(draw.sampling, draw.grammar)]
     if not others:
         return _sample_plain(logits_MV, draws)
     found = list(zip(*_sample(logits_MV[others], [draws[row] for row in others]), strict=True))
@@ -66,7 +66,7 @@ def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
 
 def begin_sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Callable[[], Drawn]:
     """`sample`, but its result waits. On CUDA nothing waits before, if all rows have nothing but a temperature."""
-    if not logits_MV.is_cuda or not draws or not all(is_plain(draw) for draw in draws):
+    if not logits_MV.is_cuda or not draws or not all(is_plain(draw.sampling, draw.grammar) for draw in draws):
         drawn = sample(logits_MV, draws)
         return lambda: drawn
     host_2M = torch.empty((2, len(draws)), dtype=torch.int32, pin_memory=True)
@@ -138,9 +138,9 @@ def most_likely(logits_MV: Tensor, draws: Sequence[Draw], counts: Sequence[int])
     return found
 
 
-def is_plain(draw: Draw) -> bool:
+def is_plain(sampling: Sampling, grammar: GrammarState | None) -> bool:
     """Whether logits are changed by nothing but a temperature."""
-    return not (draw.sampling.cuts or draw.sampling.changes_logits or draw.grammar is not None)
+    return not (sampling.cuts or sampling.changes_logits or grammar is not None)
 
 
 def listed(drawn_M2: Tensor, kept: list[bytes] | None = None) -> Drawn:

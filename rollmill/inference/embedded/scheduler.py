@@ -15,6 +15,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -29,7 +30,7 @@ PROMPT_STEPS = 16  # for which running rollouts wait at most
 DRAFTING_BATCH = 4  # requests; a step with more of them takes longer for every position that it computes
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Work:
     """Compute positions [start, start + count) of a generation's context, which ends with guessed tokens.
 
@@ -118,12 +119,14 @@ class Scheduler:
         return work
 
     def _choose(self) -> list[Work]:
-        running = sorted(self.running.values(), key=lambda one: (one.is_rollout, one.number))
+        running = sorted(self.running.values(), key=attrgetter("is_rollout", "number"))
         if not self._prompts_first:
             work, _ = self._take(running, self._config.prefill_chunk)
         else:
-            rollouts = [one for one in running if one.missing == 1 and one.is_rollout]
-            first = [one for one in running if one.missing > 1 or not one.is_rollout]
+            rollouts: list[Generation] = []
+            first: list[Generation] = []
+            for one in running:
+                (rollouts if one.is_rollout and len(one.tokens) - one.computed == 1 else first).append(one)
             work, budget = self._take(first, self._config.prefill_chunk)
             self.filled = budget <= 0
             if self.filled and rollouts and self._prompt_steps < PROMPT_STEPS:
@@ -145,7 +148,7 @@ class Scheduler:
         work: list[Work] = []
         twins: dict[int, list[Work]] = {}  # of each prompt that is computed to its end, by number
         for generation in generations:
-            missing = generation.missing
+            missing = len(generation.tokens) - generation.computed
             if generation.number not in self.running or not missing:
                 continue  # an earlier generation has taken its pages, or its token is on its way
             if missing == 1:
@@ -207,10 +210,12 @@ class Scheduler:
         pages from others."""
         size = self._config.block_size
         needed = [(one, count) for one, end in positions if (count := -(-end // size) - len(one.blocks)) > 0]
-        if sum(count for _, count in needed) > self.pages.available:
+        total = sum(count for _, count in needed)
+        if total > self.pages.available:
             return False
+        pages = iter(self.pages.take(total))
         for generation, count in needed:
-            generation.blocks += self.pages.take(count)
+            generation.blocks += itertools.islice(pages, count)
         return True
 
     @property
