@@ -250,7 +250,7 @@ class Completions:
                     session.engine = engine.url
                     if stream is not None:
                         fresh = (builder.tokens[start:], builder.logprobs[start:], builder.top_logprobs[start:])
-                        await stream.push(index, *fresh)
+                        await stream.push(index, *fresh, last=builder.finish is not None)
                     if builder.finish is not None:
                         break
         except (ConnectionResetError, AnswerCut) as error:  # nobody waits for the rest; the tokens so far are kept

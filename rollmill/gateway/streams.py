@@ -48,11 +48,19 @@ class EventStream:
         self._writer = dialect.stream(request, self.identity)
         self.response = _EventResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         self.begun = False
+        self._held = b""  # events that are sent with the end
         self.prompt_tokens = 0  # set before the first push
 
-    async def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], best: Best = ()) -> None:
-        """New tokens of answer `index`. Raises ConnectionResetError if the client has disconnected."""
-        if not tokens:
+    async def push(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], best: Best = (), *, last: bool = False
+    ) -> None:
+        """New tokens of answer `index`. Raises ConnectionResetError if the client has disconnected.
+
+        The `last` ones of a stream that has one answer are sent with its end, which is one write to the socket less.
+        `finish` sends all text that is missing: they are looked at here only if their ids or log-probs are told too.
+        """
+        last = last and self._request.count == 1
+        if not tokens or (last and self._request.prompt is None and not self._request.logprobs):
             return
         told = token_logprobs(self._tokenizer, tokens, logprobs, best) if self._request.logprobs else ()
         content = self._contents[index]
@@ -61,13 +69,17 @@ class EventStream:
             self._sent[index].write(text)
         if reasoning:
             self._reasoned[index].write(reasoning)
-        await self._write(self._writer.delta(index, Delta(text, reasoning, tokens, told)))
+        data = self._writer.delta(index, Delta(text, reasoning, tokens, told))
+        if last:
+            self._held = data
+        else:
+            await self._write(data)
 
     async def finish(self, reply: Reply) -> bool:
         """Sends the remaining text, the tool calls and the end. Returns False if the client had disconnected."""
         if all(answer.finish == "abort" for answer in reply.answers):
             return True  # the client closed the stream: a repeated request gets a new answer
-        data = b""
+        data = self._held
         for index, answer in enumerate(reply.answers):
             rest = _rest(answer.message["content"], self._sent[index].getvalue())
             reasoning = _rest(answer.message.get("reasoning_content"), self._reasoned[index].getvalue())
