@@ -85,6 +85,7 @@ def make_app(
     `fleet`, engines register and are followed. With several `workers`, this is the app of one of them, and its log is
     in a directory of its own in `log_dir`. `run` is the id that production is recorded with."""
     workers = workers or Workers()
+    workers.reader_wait_s = config.reader_wait_s
     config, log_dir = share(config, workers), log_directory(log_dir, workers.number)
     ring = KeyRing(
         keys,

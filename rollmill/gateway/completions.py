@@ -36,7 +36,7 @@ from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn
 from rollmill.gateway.sessions.sessions import Plan, Session
 from rollmill.gateway.sessions.stored import Stored
-from rollmill.gateway.streams import EventStream, token_logprobs
+from rollmill.gateway.streams import EventStream, send, token_logprobs
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.workers import Workers, is_from_worker
 from rollmill.inference.engine import GenerateRequest
@@ -126,7 +126,8 @@ class Completions:
         stream = None
         if request.stream:
             identity = Identity(session=session.facts.trajectory)
-            stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer, identity)
+            wait_s = self._config.reader_wait_s
+            stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer, identity, wait_s)
             stream.response.headers[HEADER] = self._name(session)
         segment = session.undelivered(request.messages, request.tools) if request.count == 1 else None
         if segment is not None and (segment.turns[-1].answer.top_logprobs or not request.top_logprobs):
@@ -323,10 +324,11 @@ class Completions:
         if stream is not None:
             return stream.response
         headers = {HEADER: self._name(session)}
-        response = web.Response(body=ask.dialect.reply(reply), content_type="application/json", headers=headers)
+        body = ask.dialect.reply(reply)
+        response = web.Response(body=body, content_type="application/json", headers=headers)
         with contextlib.suppress(ConnectionResetError):  # sent here: the server would do it a little later
             await response.prepare(ask.http)
-            await response.write_eof()
+            await send(ask.http, response.write_eof, len(body), self._config.reader_wait_s)
         return response
 
     def _name(self, session: Session) -> str:

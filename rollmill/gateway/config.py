@@ -106,6 +106,12 @@ class GatewayConfig(Config):
     body_wait_s: float = Field(
         default=60.0, gt=0, description="Seconds in which a request body must arrive; a slower one gets status 408."
     )
+    reader_wait_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds for which a client may read nothing of its answer while more of it waits. Then its "
+        "connection is closed, and its place at the engine is free.",
+    )
     idle_s: float = Field(
         default=75.0,
         gt=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -14,6 +14,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
 from rollmill.gateway.dialect import Delta, Dialect, Identity, ModelRequest, Reply, TokenLogprob
 
+_BUFFERED = 32 << 10  # bytes that a transport takes without waiting for the client
 Best = Sequence[Sequence[tuple[int, float]]]  # (token, log-prob) of the most likely tokens, per sampled token
 
 
@@ -34,8 +35,10 @@ class EventStream:
         format: ChatFormat,
         tokenizer: Tokenizer,
         identity: Identity,
+        reader_wait_s: float,
     ) -> None:
         self._http = http
+        self._reader_wait_s = reader_wait_s
         self._request = request
         self._tokenizer = tokenizer
         self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
@@ -92,7 +95,8 @@ class EventStream:
         return True
 
     async def fail(self, error: GatewayError) -> web.StreamResponse:
-        await self.response.write_eof(self._writer.error(error))
+        with contextlib.suppress(ConnectionResetError):
+            await self._write(self._writer.error(error), last=True)
         return self.response
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
@@ -101,10 +105,24 @@ class EventStream:
                 self.begun = True
                 await self.response.prepare(self._http)
                 data = self._writer.start(self.prompt_tokens) + data
-            if last:
-                await self.response.write_eof(data)
-            elif data:
-                await self.response.write(data)
+            if data or last:
+                write = self.response.write_eof if last else self.response.write
+                await send(self._http, lambda: write(data), len(data), self._reader_wait_s)
+
+
+async def send(http: web.Request, write: Callable[[], Awaitable[None]], size: int, wait_s: float) -> None:
+    """`write` sends `size` bytes of an answer. Raises ConnectionResetError if the client has disconnected, or has read
+    nothing for `wait_s` while data waited for it: its connection is closed then."""
+    transport = http.transport
+    if transport is None or (size < _BUFFERED and not transport.get_write_buffer_size()):
+        await write()  # nearly always: a timer would cost more than the write
+        return
+    try:
+        async with asyncio.timeout(wait_s):
+            await write()
+    except TimeoutError:
+        transport.abort()
+        raise ConnectionResetError(f"the client has read nothing of its answer for {wait_s:g} s") from None
 
 
 def _rest(whole: str | None, sent: str) -> str:

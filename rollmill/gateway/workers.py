@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import socket
@@ -38,6 +39,7 @@ from rollmill.gateway.access.access import given_key
 from rollmill.gateway.access.keys import SESSION_KEY
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.gateways import HEADER, Gateways
+from rollmill.gateway.streams import send
 from rollmill.gateway.watching.account import current_account
 
 T = TypeVar("T")
@@ -103,6 +105,7 @@ class Workers:
         self._sockets = sockets
         self._placed = placed
         self._patience_s = patience_s
+        self.reader_wait_s = GatewayConfig().reader_wait_s  # see the setting
         self._clients: dict[int, aiohttp.ClientSession] = {}
         self._to_gateways: aiohttp.ClientSession | None = None
         self._waiting: dict[asyncio.Task[Any], web.Request] = {}  # exchanges with others, and for whom
@@ -161,7 +164,7 @@ class Workers:
         repeatable = not http.path.endswith("/v1/feedback")  # feedback without an id would be there twice
         pauses = Backoff(0.02, 0.5, patience=self._patience_s)
         while True:
-            answer = _Forwarded(http)
+            answer = _Forwarded(http, self.reader_wait_s)
             try:
                 return await self._watched(http, self._exchange(owner, http, body, answer))
             except (aiohttp.ClientError, OSError):
@@ -278,8 +281,9 @@ class _Abandoned(Exception):
 class _Forwarded:
     """An answer that comes from another worker piece by piece."""
 
-    def __init__(self, http: web.Request) -> None:
+    def __init__(self, http: web.Request, reader_wait_s: float) -> None:
         self._http = http
+        self._reader_wait_s = reader_wait_s
         self.begun = False
 
     async def relay(self, source: aiohttp.ClientResponse, headers: dict[str, str]) -> web.StreamResponse:
@@ -288,7 +292,7 @@ class _Forwarded:
             if not self.begun:
                 self.begun = True
                 await response.prepare(self._http)
-            await response.write(piece)
+            await send(self._http, functools.partial(response.write, piece), len(piece), self._reader_wait_s)
         self.begun = True
         await response.prepare(self._http)  # if there was nothing to relay
         await response.write_eof()

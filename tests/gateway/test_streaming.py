@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.workers import _Forwarded
 from tests.chat.conftest import HERMES_TOKENS, TOOLS
 from tests.chat.test_streaming import KINDS
-from tests.gateway.conftest import USER, Door, Mill
+from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill
 from tests.gateway.stand_in import StandIn
+from tests.gateway.test_fuzz import post
 
 
 @pytest.mark.parametrize("special", [SPECIAL_TOKENS, HERMES_TOKENS], ids=["compact", "hermes"])
@@ -34,6 +43,65 @@ async def test_the_second_turn_does_not_branch(mill: Mill, kind: str, special: t
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
     (segment,) = (await door.seal("a")).segments
     assert len(segment.spans) == len(said)
+
+
+class Endless(StandIn):
+    """Its first answer does not end by itself."""
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, body: Any, answer: list[int]) -> None:
+        if len(self.requests) > 1:
+            return await super()._write(request, response, body, answer)
+        piece = [*answer[:-1]] * 500
+        facts = {"logprobs": [-1.0] * len(piece), "policy": [0] * len(piece), "policies": [self.policy()]}
+        line = json.dumps({"tokens": piece, **facts}).encode() + b"\n"
+        while True:
+            await response.write(line)
+
+
+@contextlib.asynccontextmanager
+async def passing_on(url: str, reader_wait_s: float) -> AsyncIterator[str]:
+    """A server that passes on what is at `url`, by the code of workers."""
+
+    async def relay(http: web.Request) -> web.StreamResponse:
+        headers = {"Authorization": http.headers["Authorization"]}
+        async with client.post(url + http.path, data=await http.read(), headers=headers) as response:
+            return await _Forwarded(http, reader_wait_s).relay(response, {})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", relay)
+    async with aiohttp.ClientSession() as client, TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+def send_little(url: str) -> None:
+    """The system buffers little of what the server at `url`, in this process, sends over later connections."""
+    port = int(url.rpartition(":")[2])
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["", "forwarded"])
+async def test_a_client_that_does_not_read_its_stream_loses_its_place(
+    mill: Mill, answers: Answers, workers: bool
+) -> None:
+    engine = Endless([answers.text("a long answer")])
+    config = QUICK.model_copy(update={"reader_wait_s": 0.3, "engine_requests": 1, "engine_wait_s": 120.0})
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    url = door.url
+    if workers:  # the client's connection is at a worker that only passes on what this gateway answers
+        url = await mill.stack.enter_async_context(passing_on(door.url, config.reader_wait_s))
+    for each in (url, door.url):
+        send_little(each)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(post(json.dumps({"messages": [USER], "stream": True}).encode()))
+        await engine.asked(1)
+        assert (await door.ask(LIVE, [{"role": "user", "content": "hello"}]))[0] == 200  # it had waited for the place
+        assert 'answers_cut_short_total{traffic="production"} 1' in await door.metrics()
 
 
 async def stream_content(door: Door, key: str, messages: list[Any]) -> str:
