@@ -1,15 +1,18 @@
 """The pages of docs/reference, made from the code. `scripts/reference` writes them; a test compares them.
 
-config.md comes from the configuration classes, cli.md from the commands, http.md from the calls that add routes and the
-docstrings of their handlers, metrics.md from the tables of events and metrics, python.md from the public classes.
+config.md comes from the configuration classes, cli.md from the commands, metrics.md from the tables of events and
+metrics, python.md from the public classes. In http.md the gateway's routes come from its OpenAPI document, those of
+other servers from the calls that add them and the docstrings of their handlers.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,25 +202,54 @@ def _http() -> Iterator[str]:
 
 
 def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(package, row) of every route, read from the calls that add it and from the docstring of its handler."""
-    from rollmill.gateway.openapi import read_docstring
-
+    """(package, row) of every route. Those of the gateway come from its OpenAPI document, the others from the calls
+    that add them and the docstrings of their handlers."""
+    for path, operations in gateway_document()["paths"].items():
+        for method, operation in operations.items():
+            facts = dict(fact.split(": ", 1) for fact in operation["description"].split("\n\n"))
+            told = (facts.get(name, "").removesuffix(".") for name in ("Needs", "Takes", "Returns"))
+            yield "gateway", (f"`{method.upper()} {path}`", operation["summary"], *told)
     for path in sorted(PACKAGE.rglob("*.py")):
         where = path.relative_to(PACKAGE).as_posix()
         package = next((server for server in _SERVERS if where.startswith(f"{server}/")), None)
-        if package is None:  # the proxy of an episode is for its harness alone
+        if package not in (None, "gateway"):  # the proxy of an episode is for its harness alone
+            yield from ((package, row) for row in _routes_in(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _routes_in(tree: ast.Module) -> Iterator[tuple[str, ...]]:
+    from rollmill.gateway.openapi import read_docstring
+
+    handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            method = _METHODS.get(node.func.attr)
-            if method and ast.unparse(node.func.value).endswith("router"):
-                place = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", ast.literal_eval(node.args[0]))  # without its pattern
-                handler = handlers[ast.unparse(node.args[1]).rpartition(".")[2]]
-                row = (f"`{method} {place}`", *read_docstring(ast.get_docstring(handler) or ""))
-                yield package, row
+        method = _METHODS.get(node.func.attr)
+        if method and ast.unparse(node.func.value).endswith("router"):
+            place = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", ast.literal_eval(node.args[0]))  # without its pattern
+            handler = handlers[ast.unparse(node.args[1]).rpartition(".")[2]]
+            yield f"`{method} {place}`", *read_docstring(ast.get_docstring(handler) or "")
+
+
+@functools.cache
+def gateway_document() -> dict[str, Any]:
+    """The OpenAPI document of a gateway with all routes, which does not run."""
+    from rollmill.chat.formats.choice import format_of
+    from rollmill.demo.tokenizer import demo_tokenizer
+    from rollmill.gateway.app import make_app
+    from rollmill.gateway.config import GatewayConfig
+    from rollmill.gateway.openapi import document
+    from rollmill.gateway.routing.fleet import Fleet
+    from rollmill.storage.database import open_database
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.store import TrajectoryStore
+
+    tokenizer = demo_tokenizer(512)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        database, objects = open_database(f"sqlite:///{directory}/mill.db"), Objects.open(directory / "store")
+        stores = TrajectoryStore(database, objects), objects, directory / "gateway"
+        fleet = Fleet(database, "run", "token")
+        return document(make_app(GatewayConfig(), format_of(tokenizer), tokenizer, [], *stores, "admin", fleet=fleet))
 
 
 # --- metrics.md

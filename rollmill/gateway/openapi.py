@@ -1,6 +1,7 @@
 """The OpenAPI document of the gateway, made from its routes and the docstrings of their handlers: GET /openapi.json.
 
-A docstring has a summary and the facts `Needs:`, `Takes:` and `Returns:`. docs/reference/http.md comes from the same.
+A docstring has a summary and the facts `Needs:`, `Takes:` and `Returns:`. The gateway's part of docs/reference/http.md
+comes from the document.
 """
 
 from __future__ import annotations
@@ -16,29 +17,64 @@ from rollmill import __version__
 from rollmill.gateway.sessions.feedback import Feedback
 from rollmill.gateway.sessions.sessions import SessionFacts
 
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
+
+def _object(required: str, **properties: Any) -> dict[str, Any]:
+    """The schema of an object with these fields and no others."""
+    return {
         "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
+        "required": required.split(),
+        "properties": properties,
         "additionalProperties": False,
-    },
-}
-_COMMON = {
+    }
+
+
+def _list(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **bounds}
+
+
+_TEXT = {"type": "string"}
+_ROLE = {"enum": ["user", "assistant"]}
+_MESSAGES = _list(_object("role content", role=_ROLE, content=_TEXT), minItems=1)
+_COMMON: dict[str, Any] = {
     "model": {"type": "string"},
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 65536},
     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "stream": {"type": "boolean"},
 }
+_VALUE = _object("type", type={"enum": ["string", "integer", "number", "boolean"]})
+_PARAMETERS = _object("type", type={"const": "object"}, properties={"type": "object", "additionalProperties": _VALUE})
+_NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,31}$"}
+_FUNCTION = {"name": _NAME, "description": _TEXT, "parameters": _PARAMETERS}
+_CHAT_TOOL = _object("type function", type={"const": "function"}, function=_object("name", **_FUNCTION))
+_RESPONSES_TOOL = _object("type name", type={"const": "function"}, **_FUNCTION)
+_ANTHROPIC_TOOL = _object("name input_schema", name=_NAME, description=_TEXT, input_schema=_PARAMETERS)
+_CHOICE = {"enum": ["auto", "none", "required"]}
+_ITEM = {
+    "anyOf": [
+        _object("role content", type={"const": "message"}, role=_ROLE, content=_TEXT),
+        _object(
+            "type call_id name arguments", type={"const": "function_call"}, call_id=_TEXT, name=_TEXT, arguments=_TEXT
+        ),
+        _object("type call_id output", type={"const": "function_call_output"}, call_id=_TEXT, output=_TEXT),
+    ]
+}
 _STOP = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4}
 # The fields that most clients use; the dialects know more.
 _BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "required": ["messages"],
-        "properties": {"messages": _MESSAGES, "stop": _STOP, "seed": {"type": "integer"}, **_COMMON},
+        "properties": {
+            "messages": _MESSAGES,
+            "tools": _list(_CHAT_TOOL, maxItems=3),
+            "tool_choice": _CHOICE,
+            "parallel_tool_calls": {"type": "boolean"},
+            "stop": _STOP,
+            "n": {"type": "integer", "minimum": 1, "maximum": 4},
+            "logprobs": {"type": "boolean"},
+            "seed": {"type": "integer"},
+            **_COMMON,
+        },
     },
     "/v1/completions": {
         "required": ["prompt"],
@@ -50,9 +86,32 @@ _BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/messages": {
         "required": ["messages", "max_tokens"],
-        "properties": {"messages": _MESSAGES, "stop_sequences": _STOP, "system": {"type": "string"}, **_COMMON},
+        "properties": {
+            "messages": _MESSAGES,
+            "tools": _list(_ANTHROPIC_TOOL, maxItems=3),
+            "stop_sequences": _STOP,
+            "system": {"type": "string"},
+            **_COMMON,
+        },
     },
-    "/v1/messages/count_tokens": {"required": ["messages"], "properties": {"messages": _MESSAGES}},
+    "/v1/messages/count_tokens": {
+        "required": ["messages"],
+        "properties": {"messages": _MESSAGES, "tools": _list(_ANTHROPIC_TOOL, maxItems=3)},
+    },
+    "/v1/responses": {
+        "required": ["input"],
+        "properties": {
+            "input": {"anyOf": [{"type": "string", "minLength": 1}, _list(_ITEM, minItems=1)]},
+            "instructions": {"type": "string"},
+            "previous_response_id": {"type": ["string", "null"]},
+            "tools": _list(_RESPONSES_TOOL, maxItems=3),
+            "tool_choice": _CHOICE,
+            "max_output_tokens": _COMMON["max_tokens"],
+            "store": {"type": "boolean"},
+            **{name: field for name, field in _COMMON.items() if name != "max_tokens"},
+        },
+    },
+    "/forget": {"required": ["user"], "properties": {"user": {"type": "string", "minLength": 1}}},
     "/v1/feedback": Feedback.model_json_schema(),
     "/sessions": TypeAdapter(SessionFacts).json_schema(),
     "/sessions/{id}/seal": {"properties": {"submission_key": {"type": ["string", "null"]}}},

@@ -97,6 +97,7 @@ async def fuzz(door: Door, *keys: str, **options: Any) -> dict[str, set[int]]:
         for key in keys:
             await asyncio.to_thread(fuzz_one, found.ok(), key)
     assert 200 in seen[f"POST {CHAT}"] | seen["POST /v1/messages"], seen
+    assert 200 in seen["POST /v1/responses"], seen
     return seen
 
 
