@@ -160,6 +160,41 @@ async def test_at_overload_the_served_keep_their_places_and_the_rest_are_told(
     assert [request["traffic"] for request in engine.requests] == ["rollout", "rollout", "production"] + ["rollout"] * 2
 
 
+async def test_under_lasting_overload_who_is_served_waits_for_no_more_turns_than_the_queue_is_long(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latency at overload, without a clock: a turn is one request that got its place. Those who are refused come back
+    at once, which is the worst that clients can do."""
+    entered, order, turns = 0, [], []
+    take = Places.take
+
+    async def counted(places: Places, *given: Any) -> EngineState:
+        nonlocal entered
+        entered += 1
+        number, before = entered, len(order)
+        engine = await take(places, *given)
+        turns.append(len(order) - before)
+        order.append(number)
+        return engine
+
+    monkeypatch.setattr(Places, "take", counted)
+    queue, clients, served_each = 3, 12, 3
+    config = QUICK.model_copy(update={"engine_requests": 1, "queue_requests": queue, "engine_wait_s": 60.0})
+    engine = StandIn([answers.text("x")])
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    told: list[int] = []
+
+    async def insist(client: int) -> None:
+        for number in range(served_each):
+            while (status := (await door.ask(LIVE, [USER], {"x-rollmill-session": f"{client}-{number}"}))[0]) != 200:
+                told.append(status)
+
+    await asyncio.gather(*map(insist, range(clients)))
+    assert len(turns) == clients * served_each and set(told) == {429}
+    assert max(turns) <= queue
+    assert order == sorted(order)  # by arrival
+
+
 async def test_who_finds_the_queue_full_is_told_when_to_come_back(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("x")], gate=asyncio.Event())
     config = QUICK.model_copy(update={"engine_requests": 1, "queue_requests": 1, "engine_wait_s": 60.0})
