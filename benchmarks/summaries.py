@@ -213,6 +213,7 @@ def report(found: dict[str, Measured], size: Size, seconds: float) -> tuple[dict
     share = clustered_change(_sums(control, tasks), _sums(short, tasks), relative=True)
     figures |= {"summary_tokens_share_low": share.low, "summary_tokens_share_high": share.high}
     bars["summary_tokens_share"] = at_most(share.value, 0.9)
+    figures["summary_tokens_share_of_learned"] = short.summary_tokens / learned.summary_tokens
     return figures, bars
 
 
