@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError, TrainingError
 from rollmill.kinds import build
 from rollmill.models.config import Llama3Rope, ModelConfig, YarnRope, with_context
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import to_host
 from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.models.huggingface.describe import describe_model
 from rollmill.storage.objects import Objects
@@ -28,6 +30,7 @@ from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.files.companions import keep_companions, kept_companions
 from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.publisher import Publisher
 from tests.cluster.checkpoints import RL, TASKS, chat_tokenizer
 from tests.cluster.conftest import make_config
 from tests.inference.test_follower import Line
@@ -95,6 +98,21 @@ def test_how_far_a_stage_is(run: RunDirectory) -> None:
     successor.publish()
     weights = WeightStore(Objects.open(run.home_store))
     assert last_version(weights, stage, "bf16") == Version("rl.2", 0)
+
+
+def test_a_stage_is_published_when_every_form_is(make_run: Callable[..., RunDirectory]) -> None:
+    """A trainer that was killed after the last version in its own form is started again."""
+    run = make_run("engines=[{},{region='away',form='fp8'},{region='far',form='fp8'}]", "stages.rl.steps=1")
+    assert run.config.forms == ["bf16", "fp8"]
+    assert [run.config.form_of(spec) for spec in run.config.engine_specs] == ["bf16", "fp8", "fp8"]
+    stage, line = run.config.stage("rl"), Line(run.home_store, run.config.model, "rl")
+    line.publish()
+    line.publish()
+    assert newest_step(run, stage) == 1 and newest_step(run, stage, "fp8") is None and not is_published(run, stage)
+    model = Decoder(run.config.model)
+    model.initialise(0)
+    Publisher(WeightStore(Objects.open(run.home_store)), "rl", "fp8").publish(1, to_host(model.state_dict(), "fp8"))
+    assert is_published(run, stage)
 
 
 OWN = """
