@@ -61,7 +61,9 @@ def doctor() -> None:
         kept = "memory and files" if able.snapshot == "full" else able.snapshot
         table.add_row("[green]ok[/]", kind, able.kernel, kept, f"{able.slowdown:.1f}", *times, "")
     Console().print(table)
-    typer.echo(f"snapshots of the processes of namespace machines: no. {asyncio.run(try_process_snapshot())}")
+    saved = asyncio.run(try_process_snapshot())
+    answer = f"possible, but no kind offers them yet. {saved.words}" if saved.works else f"no. {saved.words}"
+    typer.echo(f"snapshots of the processes of namespace machines: {answer}")
     why = asyncio.run(try_emulation(other()))
     typer.echo(f"programs for {other()} in namespace machines: {'yes, emulated' if why is None else f'no. {why}'}")
     if not works:
