@@ -178,8 +178,8 @@ async def test_a_machine_pauses_while_nobody_asks_and_ends_with_its_lease(host: 
     await pool.close()
 
 
-async def test_nothing_is_left_when_the_holder_of_a_pool_is_killed() -> None:
-    """No process, no namespace, no mount, no control group."""
+async def test_nothing_is_left_when_the_holder_of_a_pool_is_killed(tmp_path: Path) -> None:
+    """No process, no namespace, no mount, no control group, no file."""
     program = """
 import asyncio
 from rollmill.environments.machines.namespace.client import NamespaceHost
@@ -193,7 +193,11 @@ async def main():
 asyncio.run(main())
 """
     mounts = Path("/proc/self/mountinfo").read_text()
-    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)  # noqa: ASYNC220
+    shared = set(os.listdir("/dev/shm"))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    holder = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=tmp_path, env=environment
+    )
     assert holder.stdout is not None
     assert await asyncio.to_thread(holder.stdout.readline) == b"up\n"
     try:
@@ -208,6 +212,8 @@ asyncio.run(main())
     await _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
     await asyncio.to_thread(_check_groups, left)
     assert Path("/proc/self/mountinfo").read_text() == mounts
+    assert not os.listdir(tmp_path)
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "rollmill" in name]
 
 
 def _check_groups(pids: list[int]) -> None:

@@ -96,6 +96,17 @@ async def test_a_command_that_takes_all_memory_costs_only_itself(machine: QemuMa
     assert await machine.read("main.py") == b"x = 1\n"
 
 
+async def test_a_fork_bomb_and_a_flood_of_files_cost_only_themselves(machine: QemuMachine) -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert (await machine.exec(["python", "-c", bomb], timeout_s=8.0)).stopped in ("time", "processes", "memory")
+    flood = "for place in /work /tmp ~; do dd if=/dev/zero of=$place/flood bs=64k count=100000; done 2>&1"
+    result = await machine.exec(["sh", "-c", flood], timeout_s=LONG_S)
+    assert result.stopped in (None, "memory") and (result.stopped or b"No space left" in result.output), result
+    assert (await machine.exec(["sh", "-c", "rm -f /work/flood /tmp/flood ~/flood"], timeout_s=LONG_S)).exit_code == 0
+    await machine.write("after", b"1")
+    assert (await machine.exec(["cat", "after"], timeout_s=LONG_S)).output == b"1"
+
+
 async def test_clones_do_not_repeat_each_other(qemu_host: QemuHost) -> None:  # noqa: F811
     """The first random numbers of each clone, which without renewal are the same in all of them; and the time."""
     clones = [await qemu_host.create(BUILT_IN) for _ in range(6)]

@@ -22,6 +22,7 @@ from aiohttp import web
 from rollmill.environments.machine import release
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.remote import client
 from rollmill.environments.machines.remote.app import make_app
 from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
 from rollmill.environments.machines.remote.outward import Workers
@@ -180,6 +181,20 @@ async def test_machines_of_a_client_that_has_gone_end_with_their_lease(url: str,
         with pytest.raises(MachineError, match="not here any more"):
             await machine.exec(["true"])
         assert (await other.exec(["true"])).exit_code == 0
+
+
+async def test_a_client_that_only_thinks_keeps_its_machines(
+    url: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks nothing of them, but renews their leases."""
+    monkeypatch.setattr(client, "_RENEW_S", 0.05)
+    async with remote(url) as host:
+        machine = await host.create(BUILT_IN)
+        lent = service.find(machine.id)
+        lent.ends = soon = time.monotonic() + 20.0
+        while lent.ends == soon:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert lent.ends > soon and (await machine.exec(["true"])).exit_code == 0
 
 
 async def test_without_the_key_nothing_is_answered(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,24 @@ async def test_services_are_part_of_a_virtual_machines_memory(
         await host.close()
 
 
+@pytest.mark.slow
+async def test_a_web_server_serves_what_its_own_machine_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    get = "python -c \"import urllib.request as r; print(r.urlopen('http://127.0.0.1:8000/page').read().decode())\""
+    start = "exec python -m http.server 8000 --bind 127.0.0.1"
+    web = Service(name="web", prepare="printf built > page", start=start, ready=get)
+    await asyncio.to_thread(build_with_services, "web", [web], lambda name: build_image(name))
+    host = await start_host()
+    try:
+        machine, other = await host.create("web"), await host.create("web")
+        await sh(machine, "printf parent > ~/services/web/page")
+        [fork] = await machine.fork()
+        await sh(fork, "printf fork > ~/services/web/page")
+        assert [await sh(each, get) for each in (machine, other, fork)] == ["parent", "built", "fork"]
+    finally:
+        await host.close()
+
+
 def test_a_service_that_does_not_work_is_refused_when_the_image_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
