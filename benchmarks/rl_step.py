@@ -162,7 +162,11 @@ def drawn(rng: np.random.Generator, tokens: int, vocabulary: int) -> list[Packed
 
 def _steps(trainer: Trainer, tokens: int, vocabulary: int, count: int, seed: int) -> list[tuple[float, float]]:
     rng = np.random.default_rng(seed)
-    return [trainer.step(drawn(rng, tokens, vocabulary)) for _ in range(count)]
+    found = []
+    for _ in range(count):
+        found.append(trainer.step(drawn(rng, tokens, vocabulary)))
+        print(f"step {trainer.number - 1}: {found[-1][0]:.3f} s, publishing before it {found[-1][1]:.3f} s", flush=True)
+    return found
 
 
 def measure(device: Device, numerics: Numerics, quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
@@ -174,7 +178,9 @@ def measure(device: Device, numerics: Numerics, quick: bool) -> tuple[dict[str, 
         trainer = Trainer(Path(directory), config, device, numerics)
         trainer.wait()
         trainer.publish()
+        print("no engine yet", flush=True)
         figures |= _figures("alone", _steps(trainer, tokens, config.vocab_size, steps + WARM, 0)[WARM:])
+        print("the engine starts", flush=True)
         with _engine(Path(directory), config, device, numerics) as questions:
             while _asked(questions)[0] < 20 * BATCH:  # until it decodes
                 time.sleep(0.05)

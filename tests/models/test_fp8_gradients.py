@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,6 +92,21 @@ def test_a_model_learns_nearly_the_same(recompute: bool, monkeypatch: pytest.Mon
     assert {"layers.0.qkv", "layers.0.output", "layers.0.mlp.gate_up", "layers.0.mlp.down"} <= set(different)
     for name, theirs in plain.items():
         assert error(found[name], theirs) < 2 * LIMIT, name
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("start, tokens", [(0, 256), (128, 70)])
+def test_codes_of_a_chunk_are_written_beside_the_others(start: int, tokens: int) -> None:
+    x, factors = uneven(tokens, 384), draw(tokens, seed=3).abs()
+    found = []
+    for device in ("cpu", DEVICE):
+        columns = fp8.empty_columns(384, 512, torch.device(device))
+        columns.codes.view(torch.uint8).zero_(), columns.scales.zero_()
+        given = (x.to(device), factors.to(device), columns, start)
+        with without_kernels() if not found else contextlib.nullcontext():
+            found.append((fp8.both_ways_into(*given, pads=tokens < 128), columns))
+    assert same_codes(found[1][0], found[0][0]) and same_codes(found[1][1], found[0][1])
+    assert found[0][0].codes.shape == (512 - start if tokens < 128 else tokens, 512)
 
 
 @pytest.mark.kernels

@@ -211,18 +211,24 @@ def both_ways(x_NC: Tensor) -> BothWays:
 
 def empty_columns(columns: int, tokens: int, device: torch.device) -> Codes:
     """For the codes of a transposed matrix [C, N'], with one scale per column and 128 tokens."""
-    from rollmill.models.kernels import fp8_backward_triton
-
-    return Codes(*fp8_backward_triton.empty(columns, padded_tokens(tokens), device))
+    padded = padded_tokens(tokens)
+    codes = torch.empty((columns, padded), dtype=CODES, device=device)
+    return Codes(codes, torch.empty((padded // BLOCK, columns), dtype=torch.float32, device=device).t())
 
 
 def both_ways_into(x_NC: Tensor, factors_N: Tensor | None, columns: Codes, start: int, *, pads: bool) -> Codes:
-    """The codes of x · `factors` per row, on CUDA. Returns those of the rows, with columns padded to a multiple of 512.
-    Writes those of the columns into `columns`, from token `start` on, and with `pads` zeros after the last token."""
-    from rollmill.models.kernels import fp8_backward_triton
-
+    """The codes of x · `factors` per row. Returns those of the rows, with columns padded to a multiple of 512. Writes
+    those of the columns into `columns`, from token `start` on, and with `pads` zeros after the last token."""
     padded = columns.codes.shape[1] - start if pads else len(x_NC)
-    return Codes(*fp8_backward_triton.both_ways_into(x_NC, factors_N, columns, start, padded, TOKENS))
+    if _one_pass(x_NC):
+        from rollmill.models.kernels import fp8_backward_triton
+
+        return Codes(*fp8_backward_triton.both_ways_into(x_NC, factors_N, columns, start, padded, TOKENS))
+    x_NC = x_NC.float() if factors_N is None else x_NC.float() * factors_N[:, None]
+    x_NC = pad(x_NC, (0, 0, 0, padded - len(x_NC)))
+    turned, blocks = token_codes(x_NC.t().contiguous()), slice(start // BLOCK, (start + padded) // BLOCK)
+    columns.codes[:, start : start + padded], columns.scales[:, blocks] = turned
+    return token_codes(pad(x_NC, (0, -x_NC.shape[1] % TOKENS)))
 
 
 def along_tokens(x_NC: Tensor) -> Codes:

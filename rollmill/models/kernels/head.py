@@ -138,7 +138,8 @@ class _NextToken(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.gradients.finish(grad), None, None, None
+        gradients, ctx.gradients = ctx.gradients, None  # not kept while the layers are differentiated: it is large
+        return *gradients.finish(grad), None, None, None
 
 
 def _makes_powers(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
