@@ -1,11 +1,13 @@
 """The loss over 200 steps in fp8 and in bf16, from the same weights and on the same tokens.
 
-    python -m benchmarks.train_curve [--quick] [--seeds N]
+    python -m benchmarks.train_curve [--quick] [--seeds N] [--emulated]
 
 Layers of Llama-3-8B's width (4096, MLP 14336), byte by byte on the text of this repository, in sequences of 2048. Each
 seed draws the weights and the order of the text; fp8 and bf16 share both. Noise is the spread of bf16's final losses
 over the seeds, and a final loss is the mean of the last 20 steps. On a GPU that multiplies FP8, products of the layers
-and their gradients are in FP8. Without CUDA a tiny model runs, whose products are emulated, without bars.
+and the gradients of layers and head are in FP8. Without CUDA a tiny model runs, whose products are emulated, without
+bars. `--emulated`, a SIMULATION of the GPU's gradients: without CUDA, 200 steps of a small model in FP32, whose
+gradients are those of the codes too.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from benchmarks.train_step_shapes import LLAMA_8B, SMOLLM2, TINY, draw_
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
+from rollmill.models.kernels import fp8
+from rollmill.training import step
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer, learning_rate
@@ -55,16 +59,20 @@ def curve(config: ModelConfig, device: str, form: str, seed: int, parts: list[Mi
         model = Decoder(config, torch.bfloat16 if device == "cuda" else torch.float32, form)
     draw_(model, seed)
     round_to_form_(model.parameters(), "bf16")
-    step = NextTokenStep(model, MasterOptimizer(model, CONFIG, form))
-    return [step([part], learning_rate(CONFIG, number, len(parts)))[0] for number, part in enumerate(parts, 1)]
+    take = NextTokenStep(model, MasterOptimizer(model, CONFIG, form))
+    return [take([part], learning_rate(CONFIG, number, len(parts)))[0] for number, part in enumerate(parts, 1)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two seeds, and fewer tokens per step")
     parser.add_argument("--seeds", type=int, default=None)
+    parser.add_argument("--emulated", action="store_true", help="on the CPU, with gradients in emulated FP8")
     given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() and not given.emulated else "cpu"
+    if given.emulated:  # as on Hopper, but for products of any size
+        step.PIECE_ELEMENTS = 0  # the head in chunks
+        fp8.differentiates = fp8.differentiates_head = lambda _, weight: not any(size % 128 for size in weight.shape)
     seeds = given.seeds or (2 if given.quick else 3)
     if device == "cuda":
         shape, length, sequences, steps = (
@@ -73,6 +81,9 @@ def main() -> None:
             2 if given.quick else 4,
             200,
         )
+    elif given.emulated:
+        sizes = {"width": 128, "head_dim": 32, "mlp_width": 256, "vocab_size": 256, "max_context": 256}
+        shape, length, sequences, steps = SMOLLM2 | TINY | sizes | {"tie_embeddings": False}, 256, 2, 200
     else:
         shape, length, sequences, steps = SMOLLM2 | TINY | {"mlp_width": 128}, 64, 2, 30
     config, data = ModelConfig.model_validate(shape), text()
