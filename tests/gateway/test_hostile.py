@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import _parse_slowly, parse_object
+from rollmill.gateway.body import _parse_slowly, parse_object, to_bytes
 from rollmill.gateway.dialect import Limits
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_turn, read_entries
@@ -101,10 +101,12 @@ def test_any_facts_of_a_session_are_refused_or_stored(store: TrajectoryStore, tr
 @given(tree=JSON)
 @example([float("nan"), float("-inf"), -0.0, 1e22, 2**64, "\ud800", "\0\u2028\ufdd0é"])
 @example(functools.reduce(lambda inner, _: [inner], range(400), "deep"))
-def test_the_log_holds_any_header_as_json_would(tree: Any) -> None:
+def test_the_log_and_answers_hold_anything_as_json_would(tree: Any) -> None:
     [(_, _, entry)] = read_entries(encode_entry("turn", "a", {"tree": tree}))
     assert (entry.op, entry.session) == ("turn", "a")
     assert json.dumps(entry.header) == json.dumps({"tree": tree})
+    sent = to_bytes(tree)  # to a client
+    assert sent.isascii() and json.dumps(json.loads(sent)) == json.dumps(tree)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import parse_object
+from rollmill.gateway.body import parse_object, to_bytes
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
 from rollmill.gateway.dialects import fields
 from rollmill.gateway.dialects.anthropic_request import MALFORMED, parse_anthropic_tools, parse_conversation
@@ -58,7 +58,7 @@ class AnthropicMessages:
 
     def reply(self, reply: Reply) -> bytes:
         (answer,) = reply.answers
-        return json.dumps(
+        return to_bytes(
             {
                 **_head(reply.request, reply.identity),
                 "content": list(_blocks(answer.message)),
@@ -66,7 +66,7 @@ class AnthropicMessages:
                 "usage": _usage(reply),
                 "rollmill": reply.about,
             }
-        ).encode()
+        )
 
     def kept(self, reply: Reply) -> None:
         return None

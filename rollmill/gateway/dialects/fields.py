@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import short
+from rollmill.gateway.body import short, to_bytes
 from rollmill.types import Sampling
 
 LARGEST = (1 << 31) - 1
@@ -110,4 +109,4 @@ def stops(name: str, stop: Any) -> tuple[str, ...]:
 def event(tree: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + json.dumps(tree).encode() + b"\n\n"
+    return head + b"data: " + to_bytes(tree) + b"\n\n"

@@ -6,12 +6,11 @@ are accepted.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import parse_object, short
+from rollmill.gateway.body import parse_object, short, to_bytes
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply
 from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.grammars import read_forced, read_schema
@@ -84,7 +83,7 @@ class OpenAIChat:
                 }
             )
         head = _head(reply.request, reply.identity, "chat.completion")
-        return json.dumps({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about}).encode()
+        return to_bytes({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about})
 
     def kept(self, reply: Reply) -> None:
         return None
@@ -105,7 +104,7 @@ class ChunkWriter:
     def __init__(self, request: ModelRequest, identity: Identity) -> None:
         self._request = request
         self._head = _head(request, identity, "chat.completion.chunk")
-        self._before = f"data: {json.dumps(self._head)[:-1]}, "  # the same in all events
+        self._before = b"data: " + to_bytes(self._head)[:-1] + b","  # the same in all events
 
     def start(self, prompt_tokens: int) -> bytes:
         return b"".join(
@@ -138,7 +137,7 @@ class ChunkWriter:
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None, **extra: Any
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        return f"{self._before}{json.dumps({'choices': [choice], **extra})[1:]}\n\n".encode()
+        return b"%b%b\n\n" % (self._before, to_bytes({"choices": [choice], **extra})[1:])
 
 
 def _piece(delta: Delta) -> dict[str, str]:

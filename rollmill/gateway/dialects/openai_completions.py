@@ -6,12 +6,11 @@ needs them sends ids. Answers have `token_ids` beside the text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import parse_object, short
+from rollmill.gateway.body import parse_object, short, to_bytes
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.dialects.openai_chat import MOST_ANSWERS
@@ -60,7 +59,7 @@ class OpenAICompletions:
             text, finish = answer.message["content"] or "", openai.finish_reason(answer)
             choices.append(_choice(index, text, list(answer.tokens), logprobs, finish))
         head = _head(reply.request, reply.identity)
-        return json.dumps({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about}).encode()
+        return to_bytes({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about})
 
     def kept(self, reply: Reply) -> None:
         return None

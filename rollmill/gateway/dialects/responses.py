@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import parse_object
+from rollmill.gateway.body import parse_object, to_bytes
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
 from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.dialects.responses_request import parse_items, parse_response_tools
@@ -78,7 +77,7 @@ class OpenAIResponses:
         return replace(request, messages=[*system, *conversation])
 
     def reply(self, reply: Reply) -> bytes:
-        return json.dumps(_completed(reply)).encode()
+        return to_bytes(_completed(reply))
 
     def kept(self, reply: Reply) -> Stored | None:
         """The response, unless the client declined."""

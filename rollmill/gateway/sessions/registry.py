@@ -19,6 +19,7 @@ from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.gateway.access.keys import SESSION_KEY
+from rollmill.gateway.body import to_bytes
 from rollmill.gateway.recording.entries import LogEntry, decode_turn, read_entries
 from rollmill.gateway.recording.recorder import LOG_NAME
 from rollmill.gateway.sessions.segments import OpenSegment, Turn
@@ -270,9 +271,9 @@ def _start_digest(owner: tuple[str, ...]) -> hashlib.blake2b:
 def _digestible(message: Message) -> bytes:
     content = message["content"] or ""
     if message["role"] != "assistant":
-        return json.dumps([message["role"], content]).encode()
+        return to_bytes([message["role"], content])
     calls = [_canonical(call["function"]) for call in message.get("tool_calls") or ()]
-    return json.dumps(["assistant", content.strip(), calls]).encode()
+    return to_bytes(["assistant", content.strip(), calls])
 
 
 def _canonical(function: dict[str, str]) -> list[str]:
