@@ -15,6 +15,7 @@ from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.cluster.prepare import describe_longer
 from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.service import Target, _form_of
 from rollmill.cluster.stages import evaluations, is_published, last_version, newest_step, phases
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
@@ -109,10 +110,12 @@ def test_a_stage_is_published_when_every_form_is(make_run: Callable[..., RunDire
     line.publish()
     line.publish()
     assert newest_step(run, stage) == 1 and newest_step(run, stage, "fp8") is None and not is_published(run, stage)
+    target, away = Target("version", "rl@1", Version("rl", 1), "bf16"), run.config.engine_specs[1]
+    assert _form_of(run, target, away) == "bf16", "a service has what there is"
     model = Decoder(run.config.model)
     model.initialise(0)
     Publisher(WeightStore(Objects.open(run.home_store)), "rl", "fp8").publish(1, to_host(model.state_dict(), "fp8"))
-    assert is_published(run, stage)
+    assert is_published(run, stage) and _form_of(run, target, away) == "fp8"
 
 
 OWN = """
