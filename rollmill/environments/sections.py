@@ -43,6 +43,7 @@ class MachineSection(KindSection):
             "qemu": f"{_HERE}.machines.qemu.host:QemuHost",
             "firecracker": f"{_HERE}.machines.firecracker.host:FirecrackerHost",
             "remote": f"{_HERE}.machines.remote.client:RemoteHost",
+            "e2b": f"{_HERE}.machines.remote.e2b_client:E2BHost",
         },
         "rollmill.machines",
         default="namespace",

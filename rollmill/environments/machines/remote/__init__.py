@@ -8,6 +8,7 @@
       ▼
     any MachineHost of this host
 
+e2b_client.py is the other side of E2B's API, [machine] kind = "e2b": machines of any server that speaks it.
 outward.py carries connections the other way round, for hosts that nobody can reach: they dial the run.
 
 A lease ends a machine whose client has gone. Every request needs the service's key, or the token of its machine.

@@ -18,6 +18,7 @@ from rollmill.strict import FreeJson, parse_json
 END = 0b10
 _COMPRESSED = 0b1
 _HEAD = struct.Struct(">BI")
+HEAD_BYTES = _HEAD.size
 _ANY = TypeAdapter(dict[str, FreeJson])
 _STATUS = {
     "invalid_argument": 400,
@@ -58,6 +59,12 @@ def only_message(data: bytes) -> dict[str, Any]:
     if flags & _COMPRESSED or length != len(data) - _HEAD.size:
         raise RpcError("invalid_argument", "exactly one envelope, not compressed, is expected")
     return message(data[_HEAD.size :])
+
+
+def head(data: bytes) -> tuple[int, int]:
+    """Flags and length of an envelope, of its first HEAD_BYTES."""
+    flags, length = _HEAD.unpack(data)
+    return flags, length
 
 
 def envelope(content: dict[str, Any], flags: int = 0) -> bytes:
