@@ -3,9 +3,9 @@
     python -m benchmarks.engine [--quick] [--ours] [--only CELL …]
 
 Same weights, prompts and lengths for all, prefill included, sampled at temperature 1 in one run: our engine, `generate`
-of transformers, and its continuous batching where it runs. On CUDA also the memory-bandwidth floor: the bytes of all
-weights and of the mean KV cache, read once per decode step at 4.8 TB/s. There only some cells have peers, which take
-half a minute each. On a CPU the models are smaller, without floor.
+of transformers, and its continuous batching where it runs. Some cells are measured with exact numerics too. On CUDA
+also the memory-bandwidth floor: the bytes of all weights and of the mean KV cache, read once per decode step at 4.8
+TB/s. There only some cells have peers, which take half a minute each. On a CPU the models are smaller, without floor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine_host import host_microseconds
-from benchmarks.output import at_least, finish
+from benchmarks.output import at_least, at_most, finish
 from benchmarks.train_step_peers import has, transformers_model
 from benchmarks.train_step_shapes import LLAMA_1B, MIXTURE, SMOLLM2, all_parameters, draw_
 from rollmill.inference.config import EngineConfig
@@ -56,6 +56,7 @@ class Cell(NamedTuple):
     prompt: int
     new: int
     peers: tuple[str, ...] = ("transformers", "transformers_continuous")
+    exact: bool = False  # also with exact numerics
 
     @property
     def model(self) -> ModelConfig:
@@ -72,11 +73,12 @@ class Cell(NamedTuple):
 def cells(device: Device, quick: bool) -> list[Cell]:
     if device == "cuda":
         dense = [Cell("dense", SMOLLM2, batch, 128, 256, ()) for batch in (1, 32, 1024)]
-        mixture = [Cell("mixture", MIXTURE, batch, 128, 256, ()) for batch in (256, 1024)]
+        mixture = [Cell("mixture", MIXTURE, batch, 128, 256, (), exact=batch == 256) for batch in (256, 1024)]
         llama = Cell("llama-1b", LLAMA_1B, 256, 128, 256, ("transformers",))
-        return [*dense, Cell("dense", SMOLLM2, 256, 128, 256), *mixture, llama][: 4 if quick else None]
+        return [*dense, Cell("dense", SMOLLM2, 256, 128, 256, exact=True), *mixture, llama][: 4 if quick else None]
     shape, new = (SMALL, 16) if quick else (SMOLLM2, 32)
-    return [Cell("small" if quick else "dense", shape, batch, 32, new) for batch in (1, 32, 128)]
+    name = "small" if quick else "dense"
+    return [Cell(name, shape, batch, 32, new, exact=batch == 32) for batch in (1, 32, 128)]
 
 
 def measure(
@@ -105,6 +107,10 @@ def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: d
     draw_(model, 1)
     prompts = np.random.default_rng(0).integers(1, cell.model.vocab_size, (cell.batch, cell.prompt)).tolist()
     figures[f"{key}_ours"] = ours = asyncio.run(_ours(cell, model, device, prompts))
+    if cell.exact:
+        figures[f"{key}_exact"] = exact = asyncio.run(_ours(cell, model, device, prompts, exact=True))
+        if device == "cuda":
+            bars[f"{key}_exact_slowdown"] = at_most(ours / exact, 1.15)
     peers = _peers(cell, model, prompts) if cell.peers and has("transformers") else {}
     figures |= {f"{key}_{name}": value for name, value in peers.items()}
     tokens, share, times = BARS.get((cell.name, cell.batch), (None, None, None)) if device == "cuda" else (None,) * 3
@@ -118,9 +124,9 @@ def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: d
         bars[f"{key}_times_transformers"] = at_least(ours / peers["transformers"], times)
 
 
-async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[int]]) -> float:
+async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[int]], *, exact: bool = False) -> float:
     """Tokens per second."""
-    async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new) as engine:
+    async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new, exact) as engine:
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=cell.new, seed=1)
         warm = Sampling(max_tokens=24, seed=1)
@@ -140,7 +146,7 @@ async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[i
 
 async def _first_tokens(shape: dict[str, Any], device: Device, prompt: int, shared: bool) -> float:
     """Seconds until all requests of a group have their first token: on one prompt, or on prompts of their own. The
-    last of five groups."""
+    median of seven groups after four others."""
     config = ModelConfig.model_validate(shape)
     model = decoder_on(torch.device(device), config)
     draw_(model, 1)
@@ -148,22 +154,24 @@ async def _first_tokens(shape: dict[str, Any], device: Device, prompt: int, shar
     async with _engine(config, device, GROUP, prompt + 16) as engine:
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=1)
-        for turn in range(5):  # kernels are compiled, and steps are recorded when they return
+        seconds = []
+        for turn in range(11):  # in the first ones kernels are compiled, and steps are recorded when they return
             prompts = random.integers(1, config.vocab_size, (GROUP, prompt)).tolist()
             group = [prompts[0] if shared else tokens for tokens in prompts]
             started = time.perf_counter()
             await asyncio.gather(*(_ask(engine, f"s{turn}.{n}", tokens, sampling) for n, tokens in enumerate(group)))
-        return time.perf_counter() - started
+            seconds.append(time.perf_counter() - started)
+        return float(np.median(seconds[4:]))
 
 
-def _engine(model: ModelConfig, device: Device, batch: int, context: int) -> EmbeddedEngine:
+def _engine(model: ModelConfig, device: Device, batch: int, context: int, exact: bool = False) -> EmbeddedEngine:
     config = EngineConfig(
         max_batch=batch,
         cache_tokens=(batch + 1) * -(-context // 16) * 16,
         prefill_chunk=16384 if device == "cuda" else 2048,
         threads=torch.get_num_threads(),
     )
-    return EmbeddedEngine(model, config, device=device)
+    return EmbeddedEngine(model, config, device=device, exact=exact)
 
 
 async def _ask(engine: EmbeddedEngine, session: str, tokens: list[int], sampling: Sampling) -> None:

@@ -7,6 +7,7 @@ runner, one step after the other, when it is launched. It computes the steps aft
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.decode_loop import DecodeLoop
 from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.embedded.garbage import collect_as_usual, collect_rarely
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import BurstOutput, Runner, StepOutput
 from rollmill.inference.embedded.sampler import sample
@@ -237,3 +239,11 @@ async def test_bursts_when_pages_run_out_and_requests_wait() -> None:
         check_pages(engine)
     for one, other in zip(got, expected, strict=True):
         assert one.tokens == other.tokens and len(one.routes) == 62
+
+
+def test_garbage_is_collected_rarely_while_an_engine_decodes_and_as_usual_after_it() -> None:
+    usual = gc.get_threshold()
+    collect_rarely()
+    assert gc.get_threshold() > usual and gc.get_freeze_count() > 0
+    collect_as_usual()
+    assert gc.get_threshold() == usual and gc.get_freeze_count() == 0

@@ -2,7 +2,7 @@
 
 A program takes one sequence and one KV head, with all query heads that share it. The new key and value go to their
 page, and enter the sums from registers. The time is that of the loads: with few programs each takes many keys at once,
-with many programs each is small, so that many run at once on a multiprocessor.
+with many programs each is one warp, so that many run at once on a multiprocessor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan
 
 FEW = {"KEYS": 128, "num_warps": 4, "num_stages": 2}
-MANY = {"KEYS": 64, "num_warps": 4, "num_stages": 2}  # measured on an H200
+MANY = {"KEYS": 16, "num_warps": 1, "num_stages": 6}  # measured on an H200
 _FEW_PROGRAMS = 132  # the multiprocessors of an H200
 _LOG2_E = 1.4426950408889634
 

@@ -16,7 +16,6 @@ again. A new request of another session finds only keys and values of the served
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import queue
@@ -35,6 +34,7 @@ from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
 from rollmill.inference.embedded.bursts import Bursts
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.drafts import count_right
+from rollmill.inference.embedded.garbage import collect_as_usual, collect_rarely
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import BurstRunner, make_runner
@@ -176,9 +176,7 @@ class DecodeLoop:
         if isinstance(self._runner, BurstRunner) and not self._warm:
             self._runner.warm_up(self._config.max_batch, self._config.prefill_chunk)
             self._warm = True
-            # what is in memory now stays; to look at all of it again, garbage collection would stop the loop for 0.1 s
-            gc.collect()
-            gc.freeze()
+            collect_rarely()
         for generation in self.scheduler.everyone():
             self._refuse_other_line(generation)
         return Applied(seconds, len(self.scheduler.running))
@@ -216,7 +214,8 @@ class DecodeLoop:
     def _end(self, failure: Exception | None) -> None:
         """Answers all waiting requests and commands, so that nobody waits forever."""
         self._activity.rest()
-        gc.unfreeze()
+        if self._warm:
+            collect_as_usual()
         why = EngineUnavailable("the engine is shutting down" if failure is None else f"the engine broke: {failure!r}")
         with self._lock:
             self.ended.set_exception(failure) if failure else self.ended.set_result(None)
