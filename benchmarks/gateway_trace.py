@@ -140,7 +140,7 @@ class Trace:
             await append(log, *arguments, **named)
             self.mark("recorded")
 
-        recorder.sync = self.timed("disk", recorder.sync)
+        recorder.write_through = self.timed("disk", recorder.write_through)
         recorder.Recorder.append = traced  # type: ignore[method-assign]
 
     def _trace_loop(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from yarl import URL
 
 from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.recording import recorder
 from rollmill.types import PolicyRef
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import ADMIN, LIVE, QUICK, USER, Answers, Door, Mill, until
@@ -239,8 +239,8 @@ async def test_no_answer_is_sent_before_it_is_on_disk(
 ) -> None:
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
     key = await door.open("a")
-    disk, fsync = threading.Event(), os.fsync
-    monkeypatch.setattr("rollmill.gateway.recording.recorder.os.fsync", lambda file: (disk.wait(), fsync(file)))
+    disk, write = threading.Event(), recorder.write_through
+    monkeypatch.setattr(recorder, "write_through", lambda *given: (disk.wait(), write(*given)))
     asked = asyncio.create_task(door.ask(key, [USER]))
     done, _ = await asyncio.wait([asked], timeout=0.3)
     assert not done

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import resource
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -119,6 +121,29 @@ async def test_a_full_disk_raises_and_does_not_damage_the_log(tmp_path: Path) ->
         await recorder.append("a", record("a", "2"))
         assert recorder.problem is None
     assert replayed(tmp_path) == [("a", "1"), ("a", "2")]
+
+
+@pytest.mark.parametrize("knows_dsync", [True, False])
+async def test_an_append_returns_when_its_bytes_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_dsync: bool
+) -> None:
+    """On disk: written by a call that waits for it, or followed by fsync where the system does not know such a call."""
+    calls: list[str] = []
+    pwritev, fsync = os.pwritev, os.fsync
+
+    def write(file: int, buffers: list[memoryview], at: int, flags: int) -> int:
+        calls.append("synced write" if flags & os.RWF_DSYNC else "write")
+        if not knows_dsync:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return pwritev(file, buffers, at, flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), fsync(file)))
+    async with recording(tmp_path) as recorder:
+        calls.clear()
+        await recorder.append("a", record("a", "1"))
+        assert calls == ["synced write", *([] if knows_dsync else ["fsync"])]
+    assert replayed(tmp_path) == [("a", "1")]
 
 
 async def test_two_gateways_cannot_share_a_log(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ error."""
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -48,17 +49,23 @@ async def test_a_full_disk_fails_rollouts_and_serves_production(mill: Mill, answ
 
 
 class HangingDisk:
-    """Simulates a disk that stops answering: fsync, the only call that waits for it, blocks while `hangs` is set.
-    Files, the writing thread and everything else are real."""
+    """Simulates a disk that stops answering: the calls that wait for it block until it recovers. Files, the writing
+    thread and everything else are real."""
 
     def __init__(self) -> None:
         self._answers = threading.Event()
         self._answers.set()
-        self._sync = recorder.sync
+        self._sync, self._write_through = recorder.sync, recorder.write_through
 
     def sync(self, file: int) -> None:
         self._answers.wait()
         self._sync(file)
+
+    def write_through(self, file: int, data: bytes, at: int) -> None:
+        if not self._answers.is_set():
+            os.pwrite(file, data, at)  # who reads the file sees it, though it is not on disk
+        self._answers.wait()
+        self._write_through(file, data, at)
 
     def hang(self) -> None:
         self._answers.clear()
@@ -71,6 +78,7 @@ class HangingDisk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
     disk = HangingDisk()
     monkeypatch.setattr(recorder, "sync", disk.sync)
+    monkeypatch.setattr(recorder, "write_through", disk.write_through)
     yield disk
     disk.recover()
 
