@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -22,6 +24,31 @@ _SERVER = (
     "import socket\nserver = socket.create_server(('127.0.0.1', 4000)); print('up', flush=True)\n"
     "while True:\n    s, _ = server.accept(); s.sendall(b'hello'); s.close(); print('served', flush=True)\n"
 )
+
+
+# a process that gets its limits late, in an interpreter without threads
+_LATE = """
+import resource, time
+from rollmill.environments.machines.namespace import command, process
+def late(confinement, user=None):
+    time.sleep(0.3)
+    for which, value in confinement.rlimits.items(): resource.setrlimit(which, (value, value))
+def never(confinement, user=None):
+    raise OSError("no such user")
+order = command.Order(["sleep", "60"], "/", {}, b"", 1.0, 100)
+for command._confine in (late, never):
+    processes = process.Processes()
+    number = processes.start(order, command.Confinement({}, None, warm=False), None)
+    started = processes.get(number)
+    print(process._mark_of(started.pid) == started.mark, started.exit_code)
+    if started.exit_code is None: processes.stop(number)
+"""
+
+
+async def test_a_process_is_marked_before_the_next_command_begins() -> None:
+    """Otherwise a command that ends first takes it for something that it left running, and kills it."""
+    done = subprocess.run([sys.executable, "-c", _LATE], capture_output=True, text=True, check=True)  # noqa: ASYNC221
+    assert done.stdout == "True None\nFalse 126\n"
 
 
 async def until(process: Process, words: bytes) -> ProcessState:

@@ -104,6 +104,7 @@ class Processes:
             for file in {output, its} if ours is None else {output, its, ours}:
                 os.close(file)
             raise
+        _wait_for_mark(pid, mark)  # a command that ends before would take it for something that it left running
         if ours is not None:
             os.close(its)
             terminal.write(ours, order.stdin)
@@ -196,6 +197,12 @@ class Processes:
 
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _wait_for_mark(pid: int, mark: int) -> None:
+    """Returns once a process has its mark, or has ended without one."""
+    while _mark_of(pid) != mark and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.0005)
 
 
 def _mark_of(pid: int) -> int:
