@@ -22,17 +22,22 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _rotated(ptr, at, d, inside, weight_ptr, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+def _halves(ptr, at, d, inside, D: tl.constexpr):
+    """Heads, and for each column the one that is rotated with it."""
+    return tl.load(ptr + at + d, inside, 0.0), tl.load(ptr + at + (d + D // 2) % D, inside, 0.0)
+
+
+@triton.jit
+def _rotated(x, y, d, weight_ptr, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     """Rotated heads, rounded like those of `rotate_triton`. `cos` and `sin` are of all columns, `sin` negative in the
     first half."""
-    other = (d + D // 2) % D  # the column that is rotated with d
-    x = tl.load(ptr + at + d, inside, 0.0).to(tl.float32)
-    y = tl.load(ptr + at + other, inside, 0.0).to(tl.float32)
+    kind = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = (x * scale * tl.load(weight_ptr + d).to(tl.float32)).to(ptr.dtype.element_ty).to(tl.float32)
-        y = (y * scale * tl.load(weight_ptr + other).to(tl.float32)).to(ptr.dtype.element_ty).to(tl.float32)
-    return (x * cos + y * sin).to(ptr.dtype.element_ty)
+        x = (x * scale * tl.load(weight_ptr + d).to(tl.float32)).to(kind).to(tl.float32)
+        y = (y * scale * tl.load(weight_ptr + (d + D // 2) % D).to(tl.float32)).to(kind).to(tl.float32)
+    return (x * cos + y * sin).to(kind)
 
 
 @triton.jit(do_not_specialize=["pages"])
@@ -42,19 +47,22 @@ def _attend_one(
     D: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(positions_ptr + sequence)
     table_ptr = tables_ptr + sequence * pages
     own = qkv_ptr + sequence * (GROUP + 2) * HEADS * D
     row, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    inside = (row < GROUP) & (d >= 0)
+    # what depends on nothing is loaded first
+    position = tl.load(positions_ptr + sequence)
+    q, q_other = _halves(own, (head * GROUP + row) * D, d, inside, D)
+    one = tl.zeros([1, 1], tl.int32)
+    k, k_other = _halves(own, (GROUP * HEADS + head + one) * D, d, d >= 0, D)
+    v = tl.load(own + ((GROUP + 1) * HEADS + head) * D + d)
     angle = position.to(tl.int64) * (D // 2) + d % (D // 2)
     cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-    sin = tl.where(d < D // 2, -sin, sin)
-    inside = (row < GROUP) & (d >= 0)
-    q = _rotated(own, (head * GROUP + row) * D, d, inside, q_norm_ptr, cos, sin, eps, D, NORM)
-    one = tl.zeros([1, 1], tl.int32)
-    k = _rotated(own, (GROUP * HEADS + head + one) * D, d, d >= 0, k_norm_ptr, cos, sin, eps, D, NORM)
-    v = tl.load(own + ((GROUP + 1) * HEADS + head) * D + d)
     slot = (tl.load(table_ptr + position // PAGE).to(tl.int64) * HEADS + head) * PAGE + position % PAGE
+    sin = tl.where(d < D // 2, -sin, sin)
+    q = _rotated(q, q_other, d, q_norm_ptr, cos, sin, eps, D, NORM)
+    k = _rotated(k, k_other, d, k_norm_ptr, cos, sin, eps, D, NORM)
     tl.store(keys_ptr + slot * D + d, k)
     tl.store(values_ptr + slot * D + d, v)
     # the new key comes first: so no row is empty
