@@ -25,12 +25,17 @@ from tests.processes import free_port
 
 PATIENCE_S = 240.0  # against hangs only
 WORKER_PORTS = 20_000  # Ray refuses an address among those that it gives to its workers
-# $1: a directory that the node sees too (the socket of PostgreSQL). The rest is the command.
+# $1, $2: directories that the node sees too (the socket of PostgreSQL; this repository). The rest is the command.
 INSIDE = """
-mount --bind "$1" /mnt && mount -t tmpfs tmpfs /tmp && mkdir -p "$1" /tmp/home && mount --bind /mnt "$1"
+mount --rbind /tmp /mnt && mount -t tmpfs tmpfs /tmp && mkdir /tmp/home
+for seen in "$1" "$2"; do
+  case "$seen" in /tmp/*) mkdir -p "$seen" && mount --rbind "/mnt${seen#/tmp}" "$seen" ;; esac
+done
+umount -l /mnt
 export HOME=/tmp/home
-shift; exec "$@"
+shift 2; exec "$@"
 """
+REPOSITORY = Path(__file__).parents[2]
 QUICK = {  # a node that does not answer is lost after about two seconds, not after half a minute
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
@@ -106,7 +111,10 @@ class Nodes:
         log = self.directory / f"node-{self.started}.log"
         unshare = ["unshare", "-m", "-p", "--fork", "--mount-proc", "--kill-child"]
         process = subprocess.Popen(
-            [*unshare, "bash", "-c", INSIDE, "bash", str(self.seen), *ray, "--labels=region=home", *options],
+            [
+                *(*unshare, "bash", "-c", INSIDE, "bash", str(self.seen), str(REPOSITORY)),
+                *(*ray, "--labels=region=home", *options),
+            ],
             stdout=log.open("wb"),
             stderr=subprocess.STDOUT,
             env={**os.environ, **QUICK, **self.environment, **environment},
