@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import time
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from rollmill.cluster.checkpoint import check_here
 from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
 from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.inference.engine import Engine, EngineContext
+from rollmill.kinds import search_also
 from tests.cluster.conftest import make_config
 from tests.cluster.served import published_run
 
@@ -53,27 +52,37 @@ def test_too_few_gpus_are_said_before_anything_starts(monkeypatch: pytest.Monkey
     check_here(make_config("engines=[{count=2}]"))  # nobody asks for a GPU
 
 
-class Seen:
-    """A kind of engine that writes down which GPUs its process has, and serves nothing."""
+SEEN = """
+import os
+from pathlib import Path
+from rollmill.errors import ConfigError
 
-    def open(self, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
-        (Path(os.environ["SEEN"]) / context.name).write_text(os.environ.get(VARIABLE, "not set"))
+class Seen:
+    '''A kind of engine that writes down which GPUs its process has, and serves nothing.'''
+
+    def open(self, context):
+        (Path(os.environ["SEEN"]) / context.name).write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
         raise ConfigError("that was all")
+"""
 
 
 def test_what_is_given_out_reaches_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "seen").mkdir()
+    for name in ("modules", "seen"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "modules" / "seen_gpus.py").write_text(SEEN)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a run with modules of its own adds their directory
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     monkeypatch.setenv(VARIABLE, "GPU-a,GPU-b,GPU-c")
-    kind = f"{__name__}:Seen"
-    run = published_run(tmp_path, 1, f"engines=[{{kind='{kind}',count=2,gpus=1}}]", "device=auto")
-    launcher = LocalLauncher(run)
+    search_also(tmp_path / "modules")
+    engines = "engines=[{kind='seen_gpus:Seen',count=2,gpus=1}]"
+    run = published_run(tmp_path, 1, engines, "device=auto", f"modules={tmp_path / 'modules'}")
+    launcher, deadline = LocalLauncher(run), time.monotonic() + 240  # against hangs only
     try:
         for spec in run.config.engine_specs:
             launcher.start(spec.role, "line", "rl", "bf16", service=True)
         with pytest.raises(RollmillError, match="that was all"):
             while True:
-                if len(list((tmp_path / "seen").iterdir())) == 2:
+                if len(list((tmp_path / "seen").iterdir())) == 2 or time.monotonic() > deadline:
                     launcher.watch()
                 time.sleep(0.02)
     finally:

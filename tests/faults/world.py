@@ -43,7 +43,11 @@ class Nursery:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:  # seen once; a forked process may hold its input open
+            self._process.kill()
+            self._process.wait()
 
 
 class Process:
