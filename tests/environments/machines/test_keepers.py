@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import resource
 import select
@@ -17,6 +18,7 @@ import pytest
 
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace import cgroups
+from rollmill.environments.machines.namespace import host as machine_host
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.errors import MachineError
 
@@ -87,6 +89,28 @@ async def test_a_machine_that_died_before_anyone_used_it_is_not_handed_out(host:
     machine = await creating
     assert (await machine.exec(["true"])).exit_code == 0
     await machine.close()
+
+
+async def test_a_host_with_more_open_files_than_select_takes_hands_machines_out() -> None:
+    """A machine takes about six of them, so 200 machines are enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this user may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    machine = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220  what counts here is the number of its pidfd
+    try:
+        pidfd = os.pidfd_open(machine.pid)
+        high = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 1500)
+        assert not machine_host._has_ended(high)
+        machine.kill()
+        machine.wait()
+        assert machine_host._has_ended(high)
+        os.close(high)
+        os.close(pidfd)
+    finally:
+        machine.kill()
+        machine.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_machines_are_born_in_their_groups(host: NamespaceHost) -> None:

@@ -348,7 +348,9 @@ def _kill(pidfd: int) -> None:
 
 
 def _has_ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
+    poll = select.poll()  # not `select`: it takes no number from 1,024 on, and a few hundred machines reach that
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _is_ending(pid: int) -> bool:
