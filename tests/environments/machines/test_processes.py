@@ -28,27 +28,33 @@ _SERVER = (
 
 # a process that gets its limits late, in an interpreter without threads
 _LATE = """
-import resource, time
+import os, resource, time
 from rollmill.environments.machines.namespace import command, process
 def late(confinement, user=None):
     time.sleep(0.3)
     for which, value in confinement.rlimits.items(): resource.setrlimit(which, (value, value))
 def never(confinement, user=None):
     raise OSError("no such user")
+def lowered(confinement, user=None):
+    resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
 order = command.Order(["sleep", "60"], "/", {}, b"", 1.0, 100)
-for command._confine in (late, never):
+for command._confine in (late, never, lowered):
     processes = process.Processes()
     number = processes.start(order, command.Confinement({}, None, warm=False), None)
     started = processes.get(number)
     print(process._mark_of(started.pid) == started.mark, started.exit_code)
-    if started.exit_code is None: processes.stop(number)
+    if started.exit_code is None:
+        os.kill(started.pid, 9)
+        processes.stop(number)
 """
 
 
 async def test_a_process_is_marked_before_the_next_command_begins() -> None:
     """Otherwise a command that ends first takes it for something that it left running, and kills it."""
-    done = subprocess.run([sys.executable, "-c", _LATE], capture_output=True, text=True, check=True)  # noqa: ASYNC221
-    assert done.stdout == "True None\nFalse 126\n"
+    done = subprocess.run(  # noqa: ASYNC221  the process itself lives longer than this
+        [sys.executable, "-c", _LATE], capture_output=True, text=True, check=True, timeout=40
+    )
+    assert done.stdout == "True None\nFalse 126\nFalse None\n"
 
 
 async def until(process: Process, words: bytes) -> ProcessState:

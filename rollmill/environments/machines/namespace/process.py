@@ -200,8 +200,8 @@ def _pids() -> list[int]:
 
 
 def _wait_for_mark(pid: int, mark: int) -> None:
-    """Returns once a process has its mark, or has ended without one."""
-    while _mark_of(pid) != mark and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    """Returns once a process has its mark, or a lower one that it gave itself, or has ended without one."""
+    while not 0 <= _mark_of(pid) <= mark and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         time.sleep(0.0005)
 
 
