@@ -113,6 +113,20 @@ async def test_a_host_with_more_open_files_than_select_takes_hands_machines_out(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+async def test_groups_left_by_a_host_of_the_same_process_id_are_removed(tmp_path: Path) -> None:
+    """As after a restart of a container. Otherwise there would be no control groups for this one, without a word."""
+    name, place = f"rollmill-{os.getpid()}-1", tmp_path / "own"
+    (place / name / "m0/user.slice").mkdir(parents=True)
+    first = cgroups._nearest(str(tmp_path), "/own", name, unified=False)
+    assert first is not None and os.path.samestat(os.fstat(first), (place / name).stat()) and not os.listdir(first)
+    second = cgroups._nearest(str(tmp_path), "/own", name, unified=False)  # that of a host that lives stays
+    assert (
+        second is not None and os.path.samestat(os.fstat(second), (tmp_path / name).stat()) and (place / name).exists()
+    )
+    os.close(first)
+    os.close(second)
+
+
 async def test_machines_are_born_in_their_groups(host: NamespaceHost) -> None:
     if not host.limits["control_groups"]:
         pytest.skip("no control groups here")

@@ -152,6 +152,8 @@ def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
     while True:
         above = mount + ancestor.rstrip("/")
         _sweep(above)
+        with contextlib.suppress(OSError):  # left by one that had our process id: `_sweep` sees a process with it
+            _remove_unlocked(f"{above}/{name}")
         with contextlib.suppress(OSError):
             directory = _make_locked(f"{above}/{name}")
             try:
