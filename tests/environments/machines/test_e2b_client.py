@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rollmill.environments.machine import MachineHost
 from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.remote import rpc
+from rollmill.environments.machines.remote import e2b_client, rpc
 from rollmill.environments.machines.remote.app import make_app
 from rollmill.environments.machines.remote.service import Service
 from rollmill.environments.sections import MachineSection
@@ -131,6 +131,8 @@ NONSENSE: dict[str, tuple[bytes, bytes]] = {
     "no JSON": (b"<html>", b""),
     "no name": (b"{}", b""),
     "a name that is a host": (b'{"sandboxID": "s1@elsewhere"}', b""),
+    "a name that is a path": (b'{"sandboxID": "s1.elsewhere/"}', b""),
+    "a domain that is a path": (b'{"sandboxID": "s1", "domain": "elsewhere/"}', b""),
     "a list": (b'{"sandboxID": ["s1"]}', b""),
     "nothing": (SANDBOX, b""),
     "cut short": (SANDBOX, rpc.envelope({"event": {"start": {"pid": 1}}})[:-2]),
@@ -158,3 +160,45 @@ async def test_an_answer_that_makes_no_sense_is_an_infrastructure_failure(name: 
             await host.create(BUILT_IN)
         left: Any = host
         assert not left._machines
+
+
+async def test_a_machine_sends_this_process_nowhere_and_does_not_fill_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What answers in a sandbox may be under its commands' control."""
+    monkeypatch.setattr(e2b_client, "_LARGEST", 1 << 17)
+    reached: list[str] = []
+    answered = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/sandboxes":
+            return web.Response(body=SANDBOX)
+        if request.path == "/process.Process/Start":
+            return web.Response(body=rpc.envelope({"event": {"end": {"exitCode": 0}}}) + END)
+        if request.path == "/secret":
+            reached.append(request.path)
+        if request.query.get("path") == "/work/elsewhere":
+            raise web.HTTPTemporaryRedirect("/secret")
+        if request.query.get("path") != "/work/endless":
+            return web.Response()
+        response = web.StreamResponse(status=500)
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"x" * (1 << 16))
+        finally:
+            answered.set()
+
+    app = web.Application()
+    app.router.add_route("*", "/{any:.*}", answer)
+    async with listening(app) as url, machines(url) as host:
+        machine = await host.create(BUILT_IN)
+        with pytest.raises(MachineError, match="307"):
+            await machine.read("elsewhere")
+        with pytest.raises(MachineError, match="307"):
+            await machine.write("elsewhere", b"x")
+        with pytest.raises(MachineError, match="more than 131072 bytes"):
+            await machine.read("endless")
+        async with asyncio.timeout(60):
+            await answered.wait()
+    assert not reached

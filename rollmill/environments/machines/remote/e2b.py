@@ -241,7 +241,7 @@ class E2B:
         except RpcError as error:
             return error.response()
         limit = request.headers.get("Connect-Timeout-Ms", "")
-        return await stream(request, lent, number, float(limit) / 1000 if limit.isdigit() else None)
+        return await stream(request, lent, number, float(limit) / 1000 if limit.isdecimal() else None)
 
     async def follow(self, request: web.Request) -> web.StreamResponse:
         """Follow a command that runs already.

@@ -34,10 +34,12 @@ from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 
 _PORT = 49983  # of the agent in a sandbox
 _DOMAIN = "e2b.app"
-_NAME = re.compile(r"[\w.:=+/-]{0,300}", re.ASCII)
+_ID, _TOKEN, _HOST = (
+    re.compile(words, re.ASCII) for words in (r"[\w-]{1,100}", r"[\w.:=+/-]{0,300}", r"[\w.-]{1,250}(:\d{1,5})?")
+)
 _ANSWER_S = 60.0  # beyond a command's own time limit
 _START_S = 120.0
-_LARGEST = 1 << 24  # bytes of an envelope
+_LARGEST = 1 << 24  # bytes of an envelope, or of an answer that is no file
 _RUN = 'exec "$@" < "$0"'
 _MAKE_WORK = f"mkdir -p {WORK} && chmod a+rwx {WORK}"
 _KILLED = -9
@@ -80,8 +82,9 @@ class E2BHost:
         asked = {"templateID": template, "timeout": int(self.config.lease_s), "allow_internet_access": False}
         answer = await self.api("POST", "/sandboxes", asked)
         given = (answer.get("sandboxID"), answer.get("envdAccessToken") or "", answer.get("domain") or _DOMAIN)
-        names = [name for name in given if isinstance(name, str) and _NAME.fullmatch(name)]
-        if len(names) < len(given) or not names[0]:
+        shapes = zip(given, (_ID, _TOKEN, _HOST), strict=True)
+        names = [name for name, shape in shapes if isinstance(name, str) and shape.fullmatch(name)]
+        if len(names) < len(given):
             raise MachineError(f"the E2B server names its machine strangely: {str(given[0])[:100]}")
         machine = E2BMachine(self, image, *names)
         self._machines.add(machine)
@@ -112,10 +115,10 @@ class E2BHost:
         """Ask the API. NoCapacity, TaskError (no such template), or MachineError."""
         url, headers = f"{self.config.api_url.rstrip('/')}{path}", {"X-API-Key": self._key}
         async with self.request(method, url, headers=headers, json=content, within_s=_START_S) as response:
-            data = await response.read()
+            data = await _body(response)
             if response.status == 429:
                 after = response.headers.get("Retry-After", "")
-                wait_s = float(after) if after.isdigit() else 5.0
+                wait_s = float(after) if after.isdecimal() else 5.0
                 raise NoCapacity(f"the E2B server is full: {data[:300]!r}", retry_after_s=min(wait_s, 600.0))
             if response.status == 404 and method == "POST" and path == "/sandboxes":
                 raise TaskError(f"the E2B server has no such template: {data[:300]!r}", hint="an image is a template")
@@ -132,11 +135,18 @@ class E2BHost:
     async def request(
         self, method: str, url: str, *, within_s: float, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request. MachineError: the server does not answer in time, or not at all."""
+        """One request. MachineError: the server does not answer in time, or not at all.
+
+        Redirections are not followed: a command may have taken over what answers in its machine, and this process
+        reaches addresses that the machine does not.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0))
         try:
-            async with asyncio.timeout(within_s), self._session.request(method, url, **options) as response:
+            async with (
+                asyncio.timeout(within_s),
+                self._session.request(method, url, allow_redirects=False, **options) as response,
+            ):
                 yield response
         except TimeoutError:
             raise MachineError(f"the E2B server did not answer within {within_s:.0f} s") from None
@@ -194,7 +204,7 @@ class E2BMachine:
             within_s = order.timeout_s + _ANSWER_S
             async with self._host.request("POST", url, headers=headers, data=body, within_s=within_s) as response:
                 if response.status != 200:
-                    raise _refused(response.status, await response.read())
+                    raise _refused(response.status, await _body(response))
                 async for last, content in _envelopes(response.content):
                     event = content.get("event") or {}
                     number = (event.get("start") or {}).get("pid", number)
@@ -225,7 +235,7 @@ class E2BMachine:
             if response.status == 404:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             if response.status != 200:
-                raise _refused(response.status, await response.read())
+                raise _refused(response.status, await _body(response))
             data = bytearray()
             async for part in response.content.iter_any():
                 data += part
@@ -238,7 +248,7 @@ class E2BMachine:
         form.add_field("file", data, filename=posixpath.join(WORK, path), content_type="application/octet-stream")
         async with self._files("POST", path, data=form) as response:
             if response.status != 200:
-                raise _refused(response.status, await response.read())
+                raise _refused(response.status, await _body(response))
 
     @contextlib.asynccontextmanager
     async def _files(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -286,6 +296,15 @@ class E2BMachine:
 
 def _not_here(what: str) -> OSError:
     return OSError(errno.ENOTSUP, f"machines of an E2B server have no {what} here")
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > _LARGEST:
+            raise MachineError(f"the E2B server answers with more than {_LARGEST} bytes")
+    return bytes(data)
 
 
 def _refused(status: int, data: bytes) -> Exception:
