@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import resource
@@ -29,7 +30,7 @@ from rollmill.environments.machines.qemu import ram
 from rollmill.environments.machines.qemu.host import QemuHost
 from rollmill.environments.machines.qemu.launch import start
 from rollmill.environments.machines.qemu.machine import QemuMachine
-from rollmill.environments.machines.qemu.vm import Saved
+from rollmill.environments.machines.qemu.vm import Saved, Vm
 from rollmill.environments.task import Task
 from rollmill.environments.trees import get_tree, put_tree
 from rollmill.errors import MachineError
@@ -142,6 +143,54 @@ async def test_forks_have_the_memory_of_their_parent_and_go_their_own_way(machin
     assert len((await counter.state()).output) > len(printed), "the parent goes on"
     await counter.stop()
     await asyncio.gather(first.close(), second.close(), grandchild.close())
+
+
+_DRAW = """
+import os, time
+with open("drawn", "w", 1) as file:
+    while True:
+        print(time.monotonic(), os.urandom(16).hex(), time.monotonic(), file=file)
+        time.sleep(.001)
+"""
+
+
+async def _drawn(machine: QemuMachine) -> dict[str, tuple[float, float]]:
+    """The random numbers that a process has drawn, in order: when it began to draw each, and when it had it."""
+    result = await machine.exec(["cat", "drawn"], timeout_s=LONG_S, max_output=1 << 24)
+    lines = [line.split() for line in result.output.decode().split("\n")[:-1]]
+    return {number: (float(began), float(ended)) for began, number, ended in lines if result.exit_code == 0}
+
+
+async def test_no_process_of_a_fork_runs_before_it_has_entropy_of_its_own(
+    qemu_host: QemuHost,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process draws random numbers while its machine forks. What it drew before, all copies have. The forks get their
+    entropy late: a process that goes on before draws what the other one draws."""
+    late_s, renew = 0.5, Vm.renew
+
+    async def late(vm: Vm, *, restored: bool = False) -> None:
+        await asyncio.sleep(late_s)
+        await renew(vm, restored=restored)
+
+    machine = await qemu_host.create(BUILT_IN)
+    await machine.start(["python", "-c", _DRAW])
+    while len(await _drawn(machine)) < 20:
+        pass
+    with monkeypatch.context() as patched:
+        patched.setattr(Vm, "renew", late)
+        copies = [machine, *await machine.fork(2)]
+    drawn = [await _drawn(each) for each in copies]
+    shared = set(drawn[0]) & set(drawn[1])
+    async with asyncio.timeout(LONG_S):
+        while any(len(numbers.keys() - shared) < 20 for numbers in drawn):
+            drawn = [await _drawn(each) for each in copies]
+    assert shared and all(set(one) & set(other) == shared for one, other in itertools.combinations(drawn, 2))
+    for numbers in drawn[1:]:
+        before = [began for number, (began, _) in numbers.items() if number in shared]
+        after = [ended for number, (_, ended) in numbers.items() if number not in shared]
+        assert min(after) - max(before) > 0.9 * late_s, "the process stood still until then"
+    await asyncio.gather(*(each.close() for each in copies))
 
 
 async def test_a_cancelled_fork_leaves_no_machine(qemu_host: QemuHost, machine: QemuMachine) -> None:  # noqa: F811

@@ -12,7 +12,7 @@ from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
 from rollmill.environments.machines.images import Image
 from rollmill.environments.machines.qemu.ports import Ports
-from rollmill.environments.machines.qemu.vm import END_S, FROM_OUTSIDE, Saved, Vm
+from rollmill.environments.machines.qemu.vm import END_S, FROM_OUTSIDE, NoAnswer, Saved, Vm
 from rollmill.errors import MachineError, TaskError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class QemuMachine(AgentMachine):
             try:
                 return Snapshot(self.image, await self.vm.save())
             except (OSError, MachineError) as error:
-                await self._blame(f"it could not be saved: {error!r}")
+                await self._blame("it could not be saved", error)
                 raise OSError(errno.ESRCH, "the machine has ended") from None
 
     async def fork(self, count: int = 1) -> list[QemuMachine]:
@@ -75,9 +75,11 @@ class QemuMachine(AgentMachine):
                 await result.close()
         await self._host.release(snapshot)
 
-    async def _blame(self, why: str) -> None:
-        """Returns if a guest in which a command has begun ended its QEMU: it is ruined. Otherwise MachineError."""
-        if not await self.vm.wait(END_S):
+    async def _blame(self, what: str, error: Exception) -> None:
+        """Returns if a guest in which a command has begun ended its QEMU, or does not answer: it is ruined. Otherwise
+        MachineError."""
+        why = f"{what}: {error!r}"
+        if not isinstance(error, NoAnswer) and not await self.vm.wait(END_S):
             raise MachineError(f"machine {self._name}: {why}")
         await self._lose(why, self._begun)
 
@@ -122,7 +124,7 @@ class QemuMachine(AgentMachine):
                 await self.vm.pause()
                 self._paused = True
         except (OSError, MachineError) as error:
-            await self._blame(f"it could not be paused: {error!r}")
+            await self._blame("it could not be paused", error)
         finally:
             if not self._paused:
                 self._lock.release()
@@ -136,7 +138,7 @@ class QemuMachine(AgentMachine):
             try:
                 await self.vm.resume()
             except (OSError, MachineError) as error:
-                await self._blame(f"it could not be resumed: {error!r}")
+                await self._blame("it could not be resumed", error)
                 return
             await self.renew(trusted=False, restored=False)
         finally:

@@ -5,6 +5,9 @@ as a user of its own where we are root, without rights to any file of the host.
 
 The saved state is the device state alone (`xen-save-devices-state`; nothing about it is particular to Xen), beside a
 copy of guest memory. A restored QEMU loads it as an incoming migration that has no memory in it.
+
+The guest's first process holds all others when a state is saved. In a restored guest they go on when it has entropy of
+its own, so none of them draws a random number that one of another copy draws.
 """
 
 from __future__ import annotations
@@ -53,6 +56,10 @@ class StateRefused(MachineError):
         self.vm = vm  # it has ended
 
 
+class NoAnswer(MachineError):
+    """The guest's first process does not answer as it should. Commands in the guest can be the cause."""
+
+
 class Vm:
     def __init__(self, started: Started, memory: int, *, template: bool) -> None:
         self.process = started.process
@@ -84,11 +91,7 @@ class Vm:
 
     @classmethod
     async def restore(cls, shape: Shape, saved: Saved) -> Vm:
-        """A machine with the saved state. It runs; `renew` it before anyone uses it. StateRefused: not loaded.
-
-        Processes of the guest may run between this and `renew`: a random number that one draws in these milliseconds
-        can be the one that another machine of this state draws.
-        """
+        """A machine with the saved state. It is held until `renew`. StateRefused: not loaded."""
         try:
             memory = os.dup(saved.memory)
         except OSError as error:
@@ -145,9 +148,9 @@ class Vm:
                 while len(received) < len(expected) and (part := await loop.sock_recv(connection, 1024)):
                     received += part
         except (TimeoutError, OSError) as error:
-            raise MachineError(f"the guest's first process does not answer: {error!r}") from None
+            raise NoAnswer(f"the guest's first process does not answer: {error!r}") from None
         if received != expected:
-            raise MachineError("the guest's first process gave no proper answer")
+            raise NoAnswer("the guest's first process gave no proper answer")
 
     async def save(self) -> Saved:
         """Save the state. The guest stands still meanwhile and then goes on; a template ends.
@@ -169,17 +172,13 @@ class Vm:
         memory = os.dup(self._memory) if self.template else await asyncio.to_thread(ram.copy, self._memory)
         try:
             began = time.monotonic()
-            self.process.send_signal(signal.SIGCONT)  # if it is paused
-            await self._monitor.ask("stop")
+            await self._hold()
             try:
                 devices = await self._save_devices()
                 if not self.template:
                     await asyncio.to_thread(ram.copy_changes, self.process.pid, memory)
             finally:
-                if self._paused:
-                    self.process.send_signal(signal.SIGSTOP)
-                elif not self.template:
-                    await asyncio.shield(self._monitor.ask("cont"))
+                await asyncio.shield(self._let_go())
             stood_still_s = time.monotonic() - began
             if self.template:
                 await self.end()  # while it maps its memory, nobody can seal it
@@ -188,6 +187,22 @@ class Vm:
             os.close(memory)
             raise
         return Saved(memory, devices, stood_still_s)
+
+    async def _hold(self) -> None:
+        """Stop the guest at a moment at which its first process holds all others."""
+        if self._paused:
+            self.process.send_signal(signal.SIGCONT)
+            await self._monitor.ask("cont")
+        await self.ask_init({"op": "hold"})
+        await self._monitor.ask("stop")
+
+    async def _let_go(self) -> None:
+        """A paused guest stays held: `resume` comes with `renew`."""
+        if self._paused:
+            self.process.send_signal(signal.SIGSTOP)
+        elif not self.template:
+            await self._monitor.ask("cont")
+            await self.ask_init({"op": "ping"})
 
     async def _save_devices(self) -> bytes:
         file = self._started.devices
