@@ -156,7 +156,7 @@ async def test_an_answer_that_makes_no_sense_is_an_infrastructure_failure(name: 
     app = web.Application()
     app.router.add_route("*", "/{any:.*}", answer)
     async with listening(app) as url, machines(url) as host:
-        with pytest.raises(MachineError, match="E2B server"):
+        with pytest.raises(MachineError, match="strangely" if "a name" in name or "a domain" in name else "E2B server"):
             await host.create(BUILT_IN)
         left: Any = host
         assert not left._machines
