@@ -295,7 +295,7 @@ class _Forwarded:
             await send(self._http, functools.partial(response.write, piece), len(piece), self._reader_wait_s)
         self.begun = True
         await response.prepare(self._http)  # if there was nothing to relay
-        await response.write_eof()
+        await send(self._http, response.write_eof, 0, self._reader_wait_s)
         return response
 
 
