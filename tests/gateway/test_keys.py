@@ -111,6 +111,10 @@ async def test_a_revoked_key_is_refused_soon(mill: Mill, answers: Answers) -> No
     config = QUICK.model_copy(update={"key_cache_s": 0.05})
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])), config=config)
     key, secret = mill.keys.create(["production"])
+    host, _, port = door.url.removeprefix("http://").partition(":")
+    reader, slow = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {secret}\r\nContent-Length: 2\r\n\r\n"
+    slow.write(head.encode() + b"{")
     assert await status_of(door, secret) == 200
     mill.keys.revoke(key.id)
 
@@ -118,6 +122,9 @@ async def test_a_revoked_key_is_refused_soon(mill: Mill, answers: Answers) -> No
         return await status_of(door, secret) == 401
 
     await until(refused)
+    slow.write(b"}")  # its key was valid when its body began to come
+    assert (await reader.readline()).split()[1] == b"401"
+    slow.close()
 
 
 async def test_over_the_rate_a_client_is_told_when_to_return(mill: Mill, answers: Answers) -> None:
