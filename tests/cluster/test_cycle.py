@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +27,50 @@ from tests.cluster.served import published_run
 from tests.cluster.test_gate import verdict
 
 TO_CANARY = ("distilling", "training", "gating", "canary")
+# For each point STATE:WRITE a driver that kills itself there, by SIGKILL: before that write of the state (from 1), or
+# as soon as it is in the state (0). They are forked by a process that has opened nothing, so modules are imported once
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rollmill.cluster.cycle import CycleDriver
+from rollmill.cluster.run import RunDirectory
+from rollmill.gateway.routing.splits import SplitStore
+from rollmill.realtime.journal import Journal
+from rollmill.weights.reading.channels import Channels
+
+def drive(point):
+    state, writes = "", 0
+
+    def reached():
+        if f"{state}:{writes}" == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counting(write):
+        def counted(*arguments, **named):
+            nonlocal writes
+            writes += 1
+            reached()
+            return write(*arguments, **named)
+        return counted
+
+    def tick(cycle):
+        nonlocal state, writes
+        state, writes = cycle.state, 0
+        reached()
+
+    for owner, name in ((SplitStore, "put"), (Channels, "move"), (Journal, "move")):
+        setattr(owner, name, counting(getattr(owner, name)))
+    CycleDriver(RunDirectory.open(Path(sys.argv[1])), tick).run_cycle()
+
+for point in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        drive(point)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code != -9:
+        sys.exit(f"{point} was not reached: exit code {code}")
+"""
 
 
 def driver_in(run: RunDirectory, *states: str) -> CycleDriver:
@@ -43,6 +89,23 @@ def driver_in(run: RunDirectory, *states: str) -> CycleDriver:
     for state in states:
         cycle = driver.journal.move(cycle, state, "test", live="rl@0", candidate="rl@1")
     return driver
+
+
+class Users:
+    """Conversations of production, with what their users said."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._engine = run.id, open_database(run.database_url)
+        self._store = TrajectoryStore(self._engine, Objects.open(run.home_store))
+
+    def said(self, id: str, versions: tuple[int, int], accepted: bool, *, early: bool = False, of: str = "") -> None:
+        self._store.create(PRODUCTION, "", "", [id], {"key": "k", "run": of or self._run}, "production")
+        facts = {"line": "rl", "oldest_version": versions[0], "newest_version": versions[1]}
+        self._store.finish(id, "payload", None, tokens=2, sampled_tokens=1, segments=1, **facts)
+        self._store.add_feedback(id, "accepted", float(accepted), {})
+        times = {"finished_at": time.time(), **({"created_at": 1.0} if early else {})}  # ends with what is said of it
+        update = trajectories.update().where(trajectories.c.id == id).values(times)
+        writing(self._engine, lambda connection: connection.execute(update))
 
 
 def test_a_canary_ends_with_its_driver(tmp_path: Path) -> None:
@@ -113,28 +176,50 @@ def test_after_a_roll_back_nothing_of_the_candidate_is_served(tmp_path: Path) ->
 def test_a_canary_counts_what_began_in_it_and_one_version_sampled(tmp_path: Path) -> None:
     """The candidate is accepted always here, and everything that must not count is refused by its user."""
     run = published_run(tmp_path, 2, "cycle.settle_s=0", "cycle.canary_sessions=4", "cycle.max_loss=0.25")
-    engine = open_database(run.database_url)
-    store = TrajectoryStore(engine, Objects.open(run.home_store))
-
-    def said(id: str, versions: tuple[int, int], accepted: bool, *, early: bool = False, of: str = run.id) -> None:
-        store.create(PRODUCTION, "", "", [id], {"key": "k", "run": of}, "production")
-        facts = {"line": "rl", "oldest_version": versions[0], "newest_version": versions[1]}
-        store.finish(id, "payload", None, tokens=2, sampled_tokens=1, segments=1, **facts)
-        store.add_feedback(id, "accepted", float(accepted), {})
-        times = {"finished_at": time.time(), **({"created_at": 1.0} if early else {})}  # ends with what is said of it
-        update = trajectories.update().where(trajectories.c.id == id).values(times)
-        writing(engine, lambda connection: connection.execute(update))
-
-    driver = driver_in(run, *TO_CANARY)
+    driver, users = driver_in(run, *TO_CANARY), Users(run)
     for number in range(4):
-        said(f"live-{number}", (0, 0), True)
-        said(f"candidate-{number}", (1, 1), True)
-        said(f"early-{number}", (1, 1), False, early=True)
-        said(f"both-{number}", (0, 1), False)
-        said(f"foreign-{number}", (1, 1), False, of="another")
+        users.said(f"live-{number}", (0, 0), True)
+        users.said(f"candidate-{number}", (1, 1), True)
+        users.said(f"early-{number}", (1, 1), False, early=True)
+        users.said(f"both-{number}", (0, 1), False)
+        users.said(f"foreign-{number}", (1, 1), False, of="another")
     cycle = driver.run_cycle()
     assert (cycle.facts["canary"]["live"], cycle.facts["canary"]["candidate"]) == ([4, 4], [4, 4])
     assert cycle.state == "promoted"
+
+
+@pytest.mark.parametrize(
+    ("accepted", "kills", "live", "candidate"),
+    [
+        (0, "canary:2 canary:3 rolling_back:1 rolling_back:2 rolling_back:3 rolled_back:0", 0, 0),
+        (5, "canary:3 held:0", 0, 1),
+        (10, "canary:3 promoting:1 promoting:2 promoted:0", 1, 1),
+    ],
+)
+def test_a_kill_between_any_two_writes_changes_nothing(
+    tmp_path: Path, accepted: int, kills: str, live: int, candidate: int
+) -> None:
+    """Ten users of each version decide the canary: `accepted` of the candidate's. rolling_back:3 and promoting:2 are
+    after the move of a channel and before the journal's. Once over, a cycle is followed by the next one."""
+    overrides = ("cycle.settle_s=0", "cycle.canary_sessions=10", "cycle.max_loss=0.25", "gate.offline_bar=0.2")
+    run = published_run(tmp_path, 2, *overrides)
+    journal, users, objects = driver_in(run, *TO_CANARY).journal, Users(run), Objects.open(run.home_store)
+    record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1", "rl@0"))
+    for number in range(10):
+        users.said(f"live-{number}", (0, 0), True)
+        users.said(f"candidate-{number}", (1, 1), number < accepted)
+    words = [sys.executable, "-c", KILLED, str(run.path), *kills.split(), "collecting:0"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    states = [move.state for move in journal.history(1)]
+    passed = dict.fromkeys(point.partition(":")[0] for point in kills.split())
+    assert states == ["collecting", *TO_CANARY[:-1], *passed], "every state once, whatever was killed"
+    next_one = journal.current()
+    assert next_one is not None and (next_one.number, next_one.state) == (2, "collecting")
+    channels = Channels(objects)
+    moved = {name: [entry.version.number for entry in channels.history(name)] for name in ("live", "candidate")}
+    assert moved == {"live": [0, *[live] * (live != 0)], "candidate": [1, *[candidate] * (candidate != 1)]}
+    assert SplitStore(open_database(run.database_url), run.id).get() == {"rollmill": {"live": 1.0}}
 
 
 def test_settings_change_between_cycles_only(tmp_path: Path) -> None:
