@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rollmill.cluster.launchers.local import COMMAND, LocalLauncher
+from rollmill.cluster.nursery import SUPERVISOR
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import TICK_S, Target, health, serving, wait_until_ready, while_watching
 from rollmill.demo.simulated_users import PopulationFile, Visit, visit
@@ -28,6 +30,8 @@ from rollmill.weights.reading.channels import Channels
 MEASURE = 7  # seed of the tasks and draws of a measurement: every version meets the same ones
 _FIRST = 1000  # seeds of the users who are learnt from
 _SPLIT_S = 2.0  # gateways look at the split of production once per second
+# without users a driver would wait for ever, with the lock of the cycle: so it dies with this process
+_DRIVER = f"from rollmill.cluster.nursery import end_with_parent; end_with_parent(); {COMMAND}"
 
 
 @dataclass
@@ -47,8 +51,8 @@ class Production:
     def drive(self, cycles: int, population: Callable[[str], PopulationFile]) -> list[str]:
         """Drive cycles to their end. `population`: who visits while a cycle is in a state. Returns how each ended."""
         before = len(self._ends())
-        command = [sys.executable, "-c", COMMAND, "cycle", "run", str(self.run.path), "--cycles", str(cycles)]
-        driver = subprocess.Popen(command)
+        command = [sys.executable, "-c", _DRIVER, "cycle", "run", str(self.run.path), "--cycles", str(cycles)]
+        driver = subprocess.Popen(command, env={**os.environ, SUPERVISOR: str(os.getpid())})
         try:
             while driver.poll() is None:
                 cycle = self.journal.current()
@@ -61,7 +65,13 @@ class Production:
             code = driver.wait()
         if code != 0:
             raise RollmillError(f"`rollmill cycle run` ended with exit code {code}", hint="it has printed why")
-        return self._ends()[before:]
+        ends = self._ends()[before:]
+        if len(ends) < cycles:
+            raise RollmillError(
+                f"`rollmill cycle run` was stopped: {len(ends)} of {cycles} cycles are over",
+                hint="the same command goes on from here",
+            )
+        return ends
 
     def _ends(self) -> list[str]:
         return [move.state for move in self.journal.history() if move.state in FINAL]
