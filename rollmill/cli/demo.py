@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,21 +62,21 @@ def demo(
     if not is_finished(run):
         run_to_report(run)
     if live:
-        play_second_act(run, seed)
+        play_second_act(run)
 
 
-def play_second_act(run: RunDirectory, seed: int) -> None:
+def play_second_act(run: RunDirectory) -> None:
     """One cycle of real-time RL with simulated users. Adds it to the report of the run."""
     from rich.console import Console
 
     from rollmill.cli.progress import Progress
     from rollmill.cli.train import print_result
-    from rollmill.cluster.report import report_run
+    from rollmill.cluster.report import read_living, report_run
     from rollmill.demo.second_act import MIDTRAIN, live_cycle, make_run, midtrain
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
-        second = make_run(run, seed)
+        second = make_run(run)
         with Progress(second.events, [MIDTRAIN], title="rollmill · second act: users (simulated)") as progress:
             midtrain(second, progress.update)
         live_cycle(second, console.print)
@@ -84,15 +84,14 @@ def play_second_act(run: RunDirectory, seed: int) -> None:
         typer.echo(f"stopped; `rollmill demo --live --name {run.config.name}` goes on", err=True)
         raise typer.Exit(130) from None
     report = report_run(run)
-    console.print(_told(report))
+    living, _ = read_living(second)
+    assert living is not None, "its cycle is over"
+    console.print(_told(living))
     print_result(report)
 
 
-def _told(report: Path) -> str:
+def _told(living: dict[str, Any]) -> str:
     """The second act in one line."""
-    import json
-
-    living = json.loads(report.with_suffix(".json").read_text())["living"]
     before, after, gain = (living[name] for name in ("before", "after", "gain"))
     change = f"{100 * gain['value']:+.1f} points, 95 % interval {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f}"
     ended = living["cycles"][-1]["ended"].replace("_", " ")

@@ -40,7 +40,7 @@ def report_run(run: RunDirectory) -> Path:
     """Write `report.html` and `report.json` into the run's directory, and into its `store` if it has one."""
     tell_untold_steps(run)
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
-    living, user_conversation = _living(run)
+    living, user_conversation = read_living(run)
     report = write_report(
         run.path,
         seed=run.config.seed,
@@ -112,26 +112,28 @@ def loans_of(run: RunDirectory) -> list[LoanRecord]:
     return read_loans(events, running)
 
 
-def _living(run: RunDirectory) -> tuple[dict[str, Any] | None, tuple[Trajectory, Decode] | None]:
-    """What users taught a run, or the run of its second act; None if there was no cycle. And a conversation of
-    simulated users, of the usual length."""
+def read_living(run: RunDirectory) -> tuple[dict[str, Any] | None, tuple[Trajectory, Decode] | None]:
+    """What users taught a run, or the run of its second act: of the two, the one whose cycle moved last. None if there
+    was no cycle. And a conversation of simulated users, of the usual length."""
     inside = run.path / SECOND_ACT
-    for each in (run, *([RunDirectory.open(inside)] if (inside / "run.json").exists() else [])):
-        engine = open_database(each.database_url)
-        if cycles := _cycles(Journal(engine, each.id)):
-            acceptance = None
-            with contextlib.suppress(OSError, ValueError):
-                acceptance = json.loads((each.path / ACCEPTANCE).read_text())
-            store = TrajectoryStore(engine, Objects.open(each.home_store))
-            rows = _conversations(each, store)
-            shown = None
-            if (acceptance or {}).get("users") == "simulated":
-                # what real users said is no part of a report: they may come when the simulated ones have gone
-                simulated = [row for row in rows if row.created_at <= (each.path / ACCEPTANCE).stat().st_mtime]
-                usual = sorted(simulated, key=lambda row: (row.segments or 0, row.created_at))[len(simulated) // 2 :]
-                shown = (store.load(usual[0].id), Tokenizer.load(each.tokenizer).decode) if usual else None
-            return living_figures(cycles, acceptance, {**_contexts(each, rows), "second_act": each is not run}), shown
-    return None, None
+    runs = [run, *([RunDirectory.open(inside)] if (inside / "run.json").exists() else [])]
+    found = [(each, _cycles(Journal(open_database(each.database_url), each.id))) for each in runs]
+    found = [(each, cycles) for each, cycles in found if cycles]
+    if not found:
+        return None, None
+    each, cycles = max(found, key=lambda pair: float(pair[1][-1]["moves"][-1]["at"]))
+    acceptance = None
+    with contextlib.suppress(OSError, ValueError):
+        acceptance = json.loads((each.path / ACCEPTANCE).read_text())
+    store = TrajectoryStore(open_database(each.database_url), Objects.open(each.home_store))
+    rows = _conversations(each, store)
+    shown = None
+    if (acceptance or {}).get("users") == "simulated":
+        # what real users said is no part of a report: they may come when the simulated ones have gone
+        simulated = [row for row in rows if row.created_at <= (each.path / ACCEPTANCE).stat().st_mtime]
+        usual = sorted(simulated, key=lambda row: (row.segments or 0, row.created_at))[len(simulated) // 2 :]
+        shown = (store.load(usual[0].id), Tokenizer.load(each.tokenizer).decode) if usual else None
+    return living_figures(cycles, acceptance, {**_contexts(each, rows), "second_act": each is not run}), shown
 
 
 def _cycles(journal: Journal) -> list[dict[str, Any]]:

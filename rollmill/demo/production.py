@@ -135,6 +135,8 @@ def live_target(run: RunDirectory) -> Target:
 
 
 def set_live(run: RunDirectory, version: Version) -> None:
+    """The first live version. It passes no gate, which `rollmill weights channel set` would ask for: users are
+    simulated, so nobody is harmed. All later versions do."""
     channels = Channels(Objects.open(run.home_store))
     if channels.get("live") is None:
         channels.move("live", version)

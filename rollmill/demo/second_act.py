@@ -1,9 +1,9 @@
 """The second act of the demo: a small window with summaries, and one whole cycle of real-time RL.
 
-The model of walks.toml is mid-trained and becomes live. Simulated users ask for walks through nine files, in a window
-that holds one: so every conversation is a chain of summaries. What they report is distilled, a candidate is trained,
-and it passes the gate and a canary, or it does not. Their true acceptance is measured before and after on the same
-tasks, by users who report nothing.
+The model of walks.toml is mid-trained and becomes live; this first version passes no gate. Simulated users ask for
+walks through nine files, in a window that holds one: so every conversation is a chain of summaries. What they report is
+distilled, a candidate is trained, and it passes the gate and a canary, or it does not. Their true acceptance is
+measured before and after on the same tasks, by users who report nothing.
 
     runs/NAME/live/                  a run of its own, inside the demo's
     runs/NAME/live/before.json       the number of the cycle; by task: was the work truly accepted before it
@@ -41,7 +41,7 @@ SETTINGS = (
     "cycle.enough=96",
     "cycle.settle_s=1.0",
     "cycle.share=0.5",
-    "cycle.canary_sessions=16",
+    "cycle.canary_sessions=16",  # few: the canary stops only a great loss, and proves no gain
     "cycle.max_loss=0.25",
     "evals.tasks=32",
     "evals.attempts=1",
@@ -58,11 +58,11 @@ MEASURED = 64  # users of a measurement
 BATCH = 48  # users who come together
 
 
-def make_run(demo: RunDirectory, seed: int, *settings: str) -> RunDirectory:
-    """The run of the second act. One that was interrupted goes on."""
+def make_run(demo: RunDirectory) -> RunDirectory:
+    """The run of the second act, with the demo's seed. One that was interrupted goes on."""
     if (demo.path / SECOND_ACT / "run.json").exists():
         return RunDirectory.open(demo.path / SECOND_ACT)
-    config = load_config(RunConfig, WALKS, [*SETTINGS, f"seed={seed}", *settings])
+    config = load_config(RunConfig, WALKS, [*SETTINGS, f"seed={demo.config.seed}"])
     return RunDirectory.create(demo.path, config)
 
 

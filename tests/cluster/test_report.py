@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from rollmill import telemetry
-from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT, report_run
+from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT, read_living, report_run
 from rollmill.cluster.run import RunDirectory
 from rollmill.evals.gate import GateConfig, judge
 from rollmill.evals.run import Conduct
@@ -77,6 +77,18 @@ def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
         "Engine seconds per solved task",
     ):
         assert words in text
+
+
+def test_of_a_run_and_its_second_act_the_report_has_the_latest_cycle(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 1)
+    second = published_run(run.path, 1, f'name="{SECOND_ACT}"')
+    for each in (run, second, run):
+        play_cycle(each)
+        living, _ = read_living(run)
+        assert living is not None and living["second_act"] == (each is second)
+        assert [cycle["number"] for cycle in living["cycles"]] in ([1], [1, 2])
+    living, _ = read_living(second)
+    assert living is not None and len(living["cycles"]) == 1, "what the demo tells is of the second act"
 
 
 def test_a_run_of_its_own_users_has_no_measured_acceptance(tmp_path: Path) -> None:

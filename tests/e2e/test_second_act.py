@@ -34,7 +34,7 @@ def test_the_second_act_adds_its_cycle_to_the_report(
     run = published_run(tmp_path, 1)  # the first act, as far as the second one looks at it
     monkeypatch.setattr(second_act, "SETTINGS", (*second_act.SETTINGS, *SMALL))
     monkeypatch.setattr(second_act, "live_cycle", functools.partial(second_act.live_cycle, measured=4, batch=16))
-    play_second_act(run, seed=0)
+    play_second_act(run)
     living = json.loads((run.path / "report.json").read_text())["living"]
     (cycle,) = living["cycles"]
     states = [move["state"] for move in cycle["moves"]]
