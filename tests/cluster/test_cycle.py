@@ -188,6 +188,8 @@ def test_a_canary_counts_what_began_in_it_and_one_version_sampled(tmp_path: Path
     assert cycle.state == "promoted"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("accepted", "kills", "live", "candidate"),
     [

@@ -20,6 +20,7 @@ from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
 from tests.cluster.served import published_run
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DRIVE = """
 import sys
 from pathlib import Path
