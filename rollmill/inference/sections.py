@@ -46,6 +46,11 @@ class EnginesSection(KindSection):
         "that is served. Exact numerics hold for the run's own; tokens of the others are corrected by their importance "
         "ratio, and their mismatch is reported apart.",
     )
+    labels: dict[str, str] = Field(
+        {},
+        description='Labels that their nodes must have, for `[cluster] kind = "ray"`: `{disk = "fast"}`. Beside those '
+        "of `engine-REGION` in `[cluster] labels`; where both name a label, this one holds.",
+    )
 
     @model_validator(mode="after")
     def _embedded_has_one_gpu(self) -> Self:

@@ -52,6 +52,11 @@ def test_too_few_gpus_are_said_before_anything_starts(monkeypatch: pytest.Monkey
     check_here(make_config("engines=[{count=2}]"))  # nobody asks for a GPU
 
 
+def test_labels_of_nodes_need_a_cluster() -> None:
+    with pytest.raises(ConfigError, match=r"\[\[engines\]\] has `labels`, but \[cluster\] kind = \"local\""):
+        check_here(make_config("engines=[{},{region='away',labels={disk='fast'}}]"))
+
+
 SEEN = """
 import os
 from pathlib import Path

@@ -138,7 +138,8 @@ LABELS = {"trainer": {"accelerator": "h200"}, "engine-away": {"disk": "fast"}, "
 def test_roles_are_placed_by_region_and_label_and_engines_far_from_each_other(
     make_run: Callable[..., RunDirectory],
 ) -> None:
-    run = make_run("engines=[{},{region='away',count=2}]", "gateway.replicas=2")
+    engines = "engines=[{},{region='away'},{region='away',labels={disk='local',accelerator='h100'}}]"
+    run = make_run(engines, "gateway.replicas=2")
 
     def place(ray: StandInRay, labels: dict[str, dict[str, str]]) -> dict[str, Any]:
         launcher = RayLauncher(run, ray, "/nowhere", labels)
@@ -153,10 +154,11 @@ def test_roles_are_placed_by_region_and_label_and_engines_far_from_each_other(
         "dispatcher": ({"region": "home"}, "DEFAULT"),
         "engine-home": ({"region": "home"}, "SPREAD"),
         "engine-away": ({"region": "away", "disk": "fast"}, "SPREAD"),
-        "engine-away-2": ({"region": "away", "disk": "fast"}, "SPREAD"),
+        "engine-away-2": ({"region": "away", "disk": "local", "accelerator": "h100"}, "SPREAD"),
         "trainer": ({"region": "home", "accelerator": "h200"}, "DEFAULT"),
     }
-    alike = place(StandInRay(named=[]), {})  # nodes without labels
+    alike = place(StandInRay(named=[]), {})  # nodes without the label `region`
+    assert alike.pop("engine-away-2") == ({"disk": "local", "accelerator": "h100"}, "SPREAD")
     assert {selector for selector, _ in alike.values()} == {None} and alike["engine-home"][1] == "SPREAD"
 
 

@@ -28,7 +28,7 @@ from rollmill.cluster.presence import Presence
 from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.trust import check_tls
-from rollmill.errors import RollmillError
+from rollmill.errors import ConfigError, RollmillError
 from rollmill.storage.objects import Objects
 
 RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
@@ -60,6 +60,11 @@ class Local:
 
     def check(self, config: RunConfig) -> None:
         check_tls(config)
+        if any(table.labels for table in config.engines):
+            raise ConfigError(
+                'a table of [[engines]] has `labels`, but [cluster] kind = "local" has no other host to choose',
+                hint='leave them out, or set kind = "ray" in [cluster]',
+            )
         if not outside_world():
             give_out(config, present_gpus())
 

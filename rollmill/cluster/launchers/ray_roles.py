@@ -210,9 +210,11 @@ class RayLauncher:
 
     def _selector(self, role: str) -> dict[str, str]:
         config, (kind, _, name) = self._run.config, role.partition("-")
-        region = config.engine_spec(name).region if kind == "engine" else config.regions[0]
-        asked = self._labels.get(f"engine-{region}" if kind == "engine" else kind, {})
-        return {**({REGION: region} if self._regions else {}), **asked}
+        region, own = config.regions[0], dict[str, str]()
+        if kind == "engine":
+            table = config.engine_spec(name).section
+            region, kind, own = table.region, f"engine-{table.region}", table.labels
+        return {**({REGION: region} if self._regions else {}), **self._labels.get(kind, {}), **own}
 
     def _begin(self, role: RoleActors, *, again: bool) -> None:
         role.started_at = time.monotonic()
