@@ -57,6 +57,26 @@ async def test_a_process_is_marked_before_the_next_command_begins() -> None:
     assert done.stdout == "True None\nFalse 126\nFalse None\n"
 
 
+# commands that fail before they begin, in an interpreter without threads
+_FAILING = """
+import os
+from rollmill.environments.machines.namespace import command
+def refuse(): raise OSError("no user namespaces")
+command._confine, command._call_root = lambda *_: None, refuse
+os.dup2(os.open("/dev/null", os.O_RDONLY), command.GROUP)  # like the group of a machine that is gone: nobody enters it
+order, confinement = command.Order(["true"], "/", {}, b"", 1.0, 100), command.Confinement({}, None, warm=False)
+begun = command._begin(order, confinement._replace(apart=True))
+ready = command.Ready.make(confinement).begin(order._replace(user="root"))
+for pid, reading in (begun, ready): print(os.waitpid(pid, 0)[1] >> 8, os.read(reading, 100))
+"""
+
+
+async def test_a_command_that_cannot_begin_says_why() -> None:
+    done = subprocess.run([sys.executable, "-c", _FAILING], capture_output=True, text=True, check=True)  # noqa: ASYNC221
+    assert done.stdout == "126 b'true: [Errno 9] Bad file descriptor\\n'\n126 b'true: no user namespaces\\n'\n"
+    assert not done.stderr, "it is in the output of the command, not of pid 1"
+
+
 async def until(process: Process, words: bytes) -> ProcessState:
     async with asyncio.timeout(60):
         while words not in (state := await process.state()).output and state.exit_code is None:  # noqa: ASYNC110

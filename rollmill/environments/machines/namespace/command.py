@@ -118,6 +118,7 @@ class Ready(NamedTuple):
 
 def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoReturn:
     """Runs in the child."""
+    order: Order | None = None
     try:
         os.dup2(writing, 1)
         os.dup2(writing, 2)
@@ -139,6 +140,9 @@ def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoR
             os.dup2(stdin, 0)
             os.close(stdin)
         _go(order, confinement)
+    except BaseException as error:
+        if order is not None:  # without an order, pid 1 finds that this process is gone, and starts the command itself
+            _say(order, error)
     finally:
         os._exit(126)
 
@@ -182,11 +186,11 @@ def _fill(file: int, data: bytes) -> None:
 def _become(order: Order, confinement: Confinement, reading: int, writing: int) -> NoReturn:
     """Become the command. Runs in the child."""
     try:
-        if confinement.apart:
-            os.write(GROUP, cgroups.ENTER)
         os.dup2(reading, 0)
         os.dup2(writing, 1)
         os.dup2(writing, 2)
+        if confinement.apart:  # not before: an error must reach the output of the command
+            os.write(GROUP, cgroups.ENTER)
         kernel.close_from(3)
         os.setsid()
         if order.pty is not None:
@@ -194,7 +198,7 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
         _confine(confinement, order.user)
         _go(order, confinement)
     except BaseException as error:
-        os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
+        _say(order, error)
     finally:
         os._exit(126)
 
@@ -214,9 +218,14 @@ def _go(order: Order, confinement: Confinement) -> NoReturn:
         _execute(order.argv)
     except BaseException as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
+        _say(order, error)
     finally:
         os._exit(code)
+
+
+def _say(order: Order, error: BaseException) -> None:
+    """As a shell does: why the command could not begin, in its output."""
+    os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
 
 
 def _execute(argv: list[str]) -> NoReturn:
