@@ -17,6 +17,7 @@ import pytest
 from rollmill.environments.machine import Machine, MachineHost, Snapshot
 from rollmill.environments.machines import pool as pool_module
 from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace import cgroups
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.machines.pool import Pool, PoolConfig
 from rollmill.errors import MachineError, NoCapacity
@@ -240,6 +241,27 @@ async def test_a_machine_host_of_another_pid_namespace_does_not_sweep_the_groups
     other = await host.create(BUILT_IN)
     assert (await other.exec(["true"])).exit_code == 0
     await host.close()
+
+
+async def test_a_machine_host_with_the_name_of_a_killed_one_has_control_groups() -> None:
+    """In a container that is started again, process ids and the number of the namespace may come again."""
+
+    def where(groups: cgroups.Groups) -> list[str]:
+        return [os.readlink(f"/proc/self/fd/{file}") for file in groups.parents.values()]
+
+    killed = cgroups.find(1 << 28, 64)
+    if killed is None:
+        pytest.skip("needs control groups")
+    places = where(killed)
+    for place, file in zip(places, killed.parents.values(), strict=True):
+        os.mkdir(f"{place}/m0")
+        os.close(file)
+    again = cgroups.find(1 << 28, 64)
+    assert again is not None and where(again) == places, "not further up, where others have theirs"
+    again.remove()
+    for file in again.parents.values():
+        os.close(file)
+    assert not any(map(os.path.exists, places))
 
 
 async def test_a_machine_host_that_is_killed_leaves_no_control_group() -> None:

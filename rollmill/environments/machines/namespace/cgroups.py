@@ -171,12 +171,15 @@ def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
 def _make_locked(path: str) -> int:
     """Create and open a directory that others do not sweep while this process, or who gets the open file, is alive."""
     while True:
+        with contextlib.suppress(OSError):  # a killed owner had this name: pid and namespace may come again after it
+            _remove_unlocked(path)
         os.mkdir(path)
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        if os.path.exists(path):
-            return directory
-        os.close(directory)  # somebody swept it before it was locked
+        with contextlib.suppress(FileNotFoundError):  # somebody swept it before it was locked
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            if os.path.exists(path):
+                return directory
+            os.close(directory)
 
 
 def sweep() -> None:
@@ -207,6 +210,8 @@ def _remove_unlocked(path: str) -> None:
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(directory), os.stat(path)):
+            return  # it was removed before it was locked, and the path is another one's now
         groups = [entry.path for entry in os.scandir(path) if entry.is_dir()]
         for group in [*(f"{group}/{_COMMANDS}" for group in groups), *groups, path]:
             with contextlib.suppress(OSError):
