@@ -221,6 +221,11 @@ class RunConfig(Config):
             raise ValueError(f"two engines are called {twice!r}: a region cannot have the name of another one's engine")
         if self.device == "cpu" and any(table.gpus for table in self.engines):
             raise ValueError("a table of [[engines]] has `gpus`, but `device` is 'cpu'")
+        if self.numerics == "exact" and self.form not in map(self.form_of, self.engine_specs):
+            raise ValueError(
+                f"numerics = 'exact' holds for engines of the run's form, and none serves {self.form!r}: set `form` of "
+                "the run to theirs, or leave it out in a table of [[engines]]"
+            )
         return self
 
     @model_validator(mode="after")

@@ -43,7 +43,8 @@ class RolloutConfig(Config):
         None,
         ge=1,
         description="Most episodes that are graded at once, per dispatcher. They wait in a queue of their own and keep "
-        "no other episode from starting. More take more memory for machines. Not set: as many as `concurrency`.",
+        "no other episode from starting; their machines are started first, so [pool] should have room for both. More "
+        "take more memory for machines. Not set: as many as `concurrency`.",
     )
     timeout_s: float = Field(
         120.0,

@@ -60,6 +60,13 @@ def test_several_dispatchers_cannot_listen_at_one_port() -> None:
     assert make_config("machine={kind='remote',listen='127.0.0.1:7000'}").dispatcher.replicas == 1
 
 
+def test_exact_numerics_need_an_engine_of_the_form_of_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"numerics = 'exact' holds for engines of the run's form, and none serves"):
+        make_config("numerics=exact", "engines=[{form='fp8'}]")
+    make_config("numerics=exact", "form=fp8", "engines=[{form='fp8'}]")
+    make_config("numerics=exact", "engines=[{form='fp8'},{region='away'}]")
+
+
 def test_every_mistake_is_listed_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         make_config("stages.rl.steps=many", "stages.rl.group_size=0", "colour=red")

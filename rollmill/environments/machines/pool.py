@@ -185,7 +185,8 @@ class Pool:
             raise NoCapacity(
                 f"no machine can start: {why or 'others wait for a place before this one'}",
                 retry_after_s=self._retry_after_s(),
-                hint="`rollouts.concurrency` is how many episodes run at once; see also [pool]",
+                hint="lower `rollouts.concurrency` (episodes that run) or `rollouts.grading_concurrency` (those that "
+                "are graded), or see [pool]",
             ) from None
         finally:
             self._grading_waits -= grading
