@@ -48,18 +48,24 @@ def test_a_stop_that_comes_while_the_supervisor_starts_is_not_lost(
     assert not list(there.logs.glob("trainer*")), "it was stopped before it started anything"
 
 
+LATE = object()
+
+
 class StandInRay:
     """Ray with one actor per name. `answers`: what its keepers answer to each `poll`, and to `meeting`; an exception is
-    raised. `placed`: what Ray was asked for, by actor or placement group. It has a node in each of `regions`."""
+    raised, and after LATE it comes at the next look. `placed`: what Ray was asked for, by actor or placement group. It
+    has a node in each of `regions`."""
 
     class exceptions:
         class RayError(Exception): ...
 
         class ActorDiedError(RayError): ...
 
+        class GetTimeoutError(RayError): ...
+
     def __init__(self, *answers: Any, named: list[str], regions: Sequence[str] = (), gpus: int = 0) -> None:
         self.answers, self.named, self.begun = list(answers), named, 0
-        self.util = self.poll = self.begin = self.meeting = self.scheduling_strategies = self
+        self.util = self.poll = self.begin = self.end = self.meeting = self.scheduling_strategies = self
         self.placed: dict[str, Any] = {}
         self._regions, self._gpus = regions, gpus
 
@@ -90,7 +96,10 @@ class StandInRay:
         self.begun += len(arguments) == 6  # `begin` has six
         return self
 
-    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait(self, refs: list[Any], timeout: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
+        if self.answers[:1] == [LATE]:
+            self.answers.pop(0)
+            return [], refs
         return refs, []
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
@@ -178,3 +187,41 @@ def test_ranks_are_placed_together(make_run: Callable[..., RunDirectory], gpus: 
     places = [(each["scheduling_strategy"], each["num_cpus"], each["num_gpus"]) for each in ray.placed.values()]
     assert places == [((group, rank), bundle["CPU"], bundle.get("GPU", 0)) for rank in range(2)]
     assert not any("label_selector" in each for each in ray.placed.values()) and ray.begun == 2
+
+
+def test_ranks_that_lose_a_node_begin_again_together(
+    make_run: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_roles, "LOOK_S", 0.0)
+    run = make_run("stages.rl.training.ranks=2")
+    telemetry.open_events(run.events, "supervisor")
+    meeting = ("10.0.0.7", 1234)
+    ray = StandInRay(meeting, named=[])
+    launcher = RayLauncher(run, ray, "/nowhere", {})
+    launcher.start("trainer", "rl", ranks=2)
+    doing = launcher._roles["trainer"].doing
+    lost, runs, failed = StandInRay.exceptions.RayError("its node is lost"), (doing, None, ""), (doing, 1, "no peer")
+
+    def look(*answers: Any) -> tuple[int, int]:
+        """Both ranks answer. Returns how often processes were begun, and how many restarts are recorded."""
+        ray.answers += answers
+        launcher.watch()
+        assert not ray.answers
+        return ray.begun, len([each for each in telemetry.read_events(run.events) if each["kind"] == "restart"])
+
+    assert look(runs, lost) == (2, 0)
+    assert look(failed, lost) == (2, 0), "it failed because its peer is lost: no restart helps before that is back"
+    assert look(failed, (None, None, ""), lost) == (2, 0), "the first keeper is lost when it is asked where to meet"
+    assert look(failed, (None, None, ""), meeting) == (4, 1)
+    assert look(runs, runs) == (4, 1)
+    # they end, and their answers come at different looks
+    look((doing, 0, ""), LATE)
+    assert not launcher.ended("trainer")
+    look(LATE, (doing, 0, ""))
+    assert launcher.ended("trainer") and ray.begun == 4
+
+
+def test_ranks_without_a_place_say_so(make_run: Callable[..., RunDirectory]) -> None:
+    ray = StandInRay(StandInRay.exceptions.GetTimeoutError("after 600 s"), named=[])
+    with pytest.raises(RollmillError, match="trainer got no place in the cluster: after 600 s"):
+        RayLauncher(make_run("stages.rl.training.ranks=2"), ray, "/nowhere", {}).start("trainer", "rl", ranks=2)

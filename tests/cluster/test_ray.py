@@ -19,6 +19,7 @@ from benchmarks.fleet_engine import KIND
 from rollmill.cli.main import app
 from rollmill.cluster.naming import describe_run
 from rollmill.cluster.presence import Presence
+from rollmill.cluster.ranks import rank_name
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import newest_step
 from rollmill.cluster.state import state_of
@@ -133,9 +134,12 @@ class Watched:
         print(f"{time.monotonic() - self.began:5.0f} s, step {self.ledger.committed()}: {what}", flush=True)
 
 
-@pytest.mark.skipif(
-    os.environ.get("ROLLMILL_TEST_RAY") != "yes", reason="takes minutes: scripts/test --ray runs it, by itself"
+by_itself = pytest.mark.skipif(
+    os.environ.get("ROLLMILL_TEST_RAY") != "yes", reason="takes minutes: ROLLMILL_TEST_RAY=yes, as scripts/test --ray"
 )
+
+
+@by_itself
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_a_run_survives_the_loss_of_every_node(tmp_path: Path, database_url: str, nodes: Nodes) -> None:
@@ -192,7 +196,32 @@ def test_a_run_survives_the_loss_of_every_node(tmp_path: Path, database_url: str
     assert written and not any(secret.encode() in written for secret in run.secrets.values())
 
 
-def described_run(tmp_path: Path, database_url: str, nodes: Nodes) -> RunDirectory:
+@by_itself
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_two_ranks_go_on_when_the_node_of_either_dies(tmp_path: Path, database_url: str, nodes: Nodes) -> None:
+    # nodes have 8 CPUs, and all other roles together ask for 3: there is one rank per node
+    roles = ("engine.threads=1", "gateway.replicas=1", "dispatcher.replicas=1")
+    ranks = ("stages.rl.training.ranks=2", "stages.rl.training.threads=5", "stages.rl.steps=10")
+    run = described_run(tmp_path, database_url, nodes, *roles, *ranks)
+    url, watched = str(run.home_store), Watched(run, nodes)
+    assert nodes.head.run(*ROLLMILL, "train", "--resume", url, "--detach").wait() == 0
+    wait_for(lambda: watched.ledger.committed() > 0, run)
+    assert len({address for _, address, name in processes(nodes) if name.startswith("rollmill trainer")}) == 2
+    for rank in (1, 0):
+        watched.lose_node_of(f"rollmill {rank_name('trainer', rank)} ")
+        nodes.start_worker()
+    wait_for(lambda: state_of(run).word == "finished", run)
+    watched.say("finished")
+
+    check_stores(run, watched.digests, watched.finished)
+    events = collected(run)
+    check_report(run)
+    assert "trainer" in {event["target"] for event in events if event["kind"] == "restart"}
+    assert watched.weights.lines() == ["midtrain", "rl"], "no step that ran again has other bits"
+
+
+def described_run(tmp_path: Path, database_url: str, nodes: Nodes, *settings: str) -> RunDirectory:
     """A run of the demo with a tiny model that has learnt nothing, and a reward for it. Its first stage is over. It is
     its store: no host has its directory. Decode time is simulated: so a step takes seconds, and little of the cores."""
     made = small_run(
@@ -209,6 +238,7 @@ def described_run(tmp_path: Path, database_url: str, nodes: Nodes) -> RunDirecto
         "stages.rl.groups_per_step=2",
         "stages.rl.training.checkpoint_every=3",
         *BRIEF_EVALS,
+        *settings,
     )
     train_first_stage(made)
     describe_run(made)

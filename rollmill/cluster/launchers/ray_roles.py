@@ -47,6 +47,7 @@ class PlacedKeeper:
 
     actor: Any
     asked: Any = None  # a question that it has not answered yet
+    answer: Answer | None = None  # the newest one since its process was begun; None: it cannot be reached, or not yet
 
 
 @dataclass
@@ -117,43 +118,43 @@ class RayLauncher:
 
     def _look(self, role: RoleActors) -> None:
         try:
-            answers = [self._answer(keeper) for keeper in role.keepers]
+            answers = [answer for keeper in role.keepers if (answer := self._answer(keeper)) is not None]
         except self._ray.exceptions.ActorDiedError as error:
             self._count(role, f"{role.name!r} has no keeper", str(error), -signal.SIGKILL)
             self._place(role)
             self._begin(role, again=role.ranks > 1)
             return
-        lost = [rank for rank, answer in enumerate(answers) if answer and answer[0] != role.doing]
-        codes = [answer[1] if answer and answer[0] == role.doing else None for answer in answers]
+        if len(answers) < role.ranks:
+            return  # a node may be lost: ranks that exit because of it begin again when its keeper is back
+        codes = [code for _, code, _ in answers]
         failed = [rank for rank, code in enumerate(codes) if code is not None and (code != 0 or role.service)]
-        if failed:
+        if any(doing != role.doing for doing, _, _ in answers):  # a keeper has come back without its process
+            if self._begin(role, again=role.ranks > 1):
+                telemetry.emit("restart", target=role.name, exit_code=-signal.SIGKILL, restarts=role.backoff.failures)
+        elif failed:
             final = [rank for rank in failed if codes[rank] == FINAL]
             rank = (final or failed)[0]
-            code, answer = codes[rank], answers[rank]
-            assert code is not None and answer is not None
-            self._count(role, f"process {rank_name(role.name, rank)!r} {describe_exit(code)}", answer[2], code)
+            _, code, words = answers[rank]
+            assert code is not None
+            self._count(role, f"process {rank_name(role.name, rank)!r} {describe_exit(code)}", words, code)
             self._begin(role, again=True)
-        elif lost:
-            telemetry.emit("restart", target=role.name, exit_code=-signal.SIGKILL, restarts=role.backoff.failures)
-            self._begin(role, again=role.ranks > 1)
         elif all(code == 0 for code in codes):
             role.ended = True
 
     def _answer(self, keeper: PlacedKeeper) -> Answer | None:
-        """What a keeper answers to `poll`; None if it has not answered yet. Raises Ray's ActorDiedError if Ray does not
-        bring it back."""
+        """The newest answer of a keeper to `poll`, which it may have given at an earlier look. Raises Ray's
+        ActorDiedError if Ray does not bring it back."""
         if keeper.asked is None:
             keeper.asked = keeper.actor.poll.remote()
-        if not self._ray.wait([keeper.asked], timeout=0.0)[0]:
-            return None
-        asked, keeper.asked = keeper.asked, None
-        try:
-            answer: Answer = self._ray.get(asked)
-            return answer
-        except self._ray.exceptions.ActorDiedError:
-            raise
-        except self._ray.exceptions.RayError:  # its node is lost or cut off: Ray brings it back
-            return None
+        if self._ray.wait([keeper.asked], timeout=0.0)[0]:
+            asked, keeper.asked = keeper.asked, None
+            try:
+                keeper.answer = self._ray.get(asked)
+            except self._ray.exceptions.ActorDiedError:
+                raise
+            except self._ray.exceptions.RayError:  # its node is lost or cut off: Ray brings it back
+                keeper.answer = None
+        return keeper.answer
 
     def _count(self, role: RoleActors, what: str, why: str, code: int) -> None:
         """One more restart of a role, after a pause. Raises RollmillError if there were too many."""
@@ -216,25 +217,33 @@ class RayLauncher:
             region, kind, own = table.region, f"engine-{table.region}", table.labels
         return {**({REGION: region} if self._regions else {}), **self._labels.get(kind, {}), **own}
 
-    def _begin(self, role: RoleActors, *, again: bool) -> None:
+    def _begin(self, role: RoleActors, *, again: bool) -> bool:
+        """Start the processes of a role. Returns False if a keeper cannot be reached now: then `watch` tries again."""
         role.started_at = time.monotonic()
+        for keeper in role.keepers:
+            keeper.asked = keeper.answer = None  # an answer from before counts no more
         handed = hand_to(self._run, role.name)
         places_ = self._meet(role) if role.ranks > 1 else [{}]
+        if places_ is None:
+            return False
         if again and role.ranks > 1:
             self._wait([keeper.actor.end.remote(0.0) for keeper in role.keepers], STOP_PATIENCE_S)
         for keeper, place in zip(role.keepers, places_, strict=True):
             environment = {"OMP_NUM_THREADS": str(role.threads), **place}
-            keeper.asked = None  # an answer from before counts no more
             keeper.actor.begin.remote(role.doing, role.name, handed, role.arguments, environment, again)
+        return True
 
-    def _meet(self, role: RoleActors) -> list[dict[str, str]]:
+    def _meet(self, role: RoleActors) -> list[dict[str, str]] | None:
+        """The environment of each rank; None if the keeper of the first one is lost, until Ray brings it back."""
         try:
             host, port = self._ray.get(role.keepers[0].actor.meeting.remote(), timeout=PLACE_S)
-        except self._ray.exceptions.RayError as error:
+        except self._ray.exceptions.GetTimeoutError as error:
             raise RollmillError(
                 f"{role.name} got no place in the cluster: {str(error).strip()[-300:]}",
                 hint=f"it needs {role.ranks} places at once; `ray status` shows what is free",
             ) from None
+        except self._ray.exceptions.RayError:
+            return None
         alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Ray shows each actor its own GPU only
         return [{**place, **alone} for place in places(role.ranks, host, port)]
 
