@@ -151,6 +151,27 @@ def test_a_training_is_seen_refused_to_be_removed_and_stopped(rollmill: Callable
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_training_in_the_background_outlives_its_command(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    run = endless_run(tmp_path)
+    detached = [*ROLLMILL, "train", "--resume", str(run.path), "--detach"]
+    began = subprocess.run(detached, capture_output=True, text=True, check=True)
+    by = holder(run.path, "supervisor")
+    try:
+        assert by is not None and f"`rollmill status {run.path}` shows it" in began.stdout
+        assert os.getsid(by.pid) == by.pid, "a terminal that closes does not end it"
+        subprocess.run(detached, check=True)
+        assert holder(run.path, "supervisor") == by, "there is no second one"
+        assert "training" in rollmill("status", run.path).out
+        assert rollmill("stop", run.path).out.endswith("stopped\n") and holder(run.path, "supervisor") is None
+    finally:
+        if by is not None and holder(run.path, "supervisor") == by:
+            os.killpg(by.pid, signal.SIGKILL)
+    while "continues the run" not in rollmill("logs", run.path, "train").out:  # its last words
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ctrl_c_leaves_its_hint_as_the_last_line_of_the_terminal(tmp_path: Path) -> None:
     run = endless_run(tmp_path)
     terminal, end = pty.openpty()
