@@ -23,7 +23,7 @@ from benchmarks.gateway_stub import KEY
 
 _PER_SECOND = 200
 _PROGRESS_S = 5.0
-_TOKENS = re.compile(rb'"completion_tokens": (\d+)')
+_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 class Totals:
