@@ -9,6 +9,7 @@ import os
 import resource
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,36 @@ async def test_the_log_is_rewritten_without_closed_sessions(tmp_path: Path) -> N
         await recorder.append("keep", record("keep", "second"))
         assert (tmp_path / "sessions.log").stat().st_size < 3 * 4096
     assert replayed(tmp_path) == [("keep", "first"), ("keep", "second")]
+
+
+class Looked(dict[str, list[tuple[int, int]]]):
+    """Counts how often somebody goes through all sessions."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.times += 1
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self.times += 1
+        return super().values()
+
+    def items(self) -> Any:
+        self.times += 1
+        return super().items()
+
+
+async def test_a_write_does_not_look_at_all_open_sessions(tmp_path: Path) -> None:
+    """A log larger than `compact_bytes` of which nothing can be dropped: no write may cost more than the one before."""
+    async with recording(tmp_path, compact_bytes=4096) as recorder:
+        for index in range(20):
+            await recorder.append(f"s{index}", record(f"s{index}", "x" * 400))
+        looked = recorder._extents = Looked(recorder._extents)
+        for index in range(20):
+            await recorder.append(f"s{index}", record(f"s{index}", "more"))
+        await recorder.forget("s0")
+        assert looked.times == 0
 
 
 async def test_a_full_disk_raises_and_does_not_damage_the_log(tmp_path: Path) -> None:

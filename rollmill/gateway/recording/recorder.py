@@ -59,6 +59,7 @@ class Recorder:
         _sync_directory(directory)
         self._size = 0
         self._extents: dict[str, list[tuple[int, int]]] = {}  # session -> (begin, end) of its entries in the file
+        self._living = 0  # bytes of these entries: a sum of them after each write would take longer than the write
         self._moving = threading.Lock()  # while file, size and extents change
         self._gathered: list[_Write] = []  # of this turn of the event loop
         self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
@@ -74,10 +75,7 @@ class Recorder:
         """
         for begin, end, entry in scan_entries(self._file):
             self._size = end
-            if entry.op == "close":
-                self._extents.pop(entry.session, None)
-            else:
-                self._extents.setdefault(entry.session, []).append((begin, end))
+            self._place(entry.session, begin, end, closes=entry.op == "close")
         if self._size < os.fstat(self._file).st_size:
             self._drop_tail(self._path.read_bytes())
         living = {begin for extents in self._extents.values() for begin, _ in extents}
@@ -223,16 +221,18 @@ class Recorder:
         with self._moving:
             for write, written in zip(batch, data, strict=True):
                 begin, self._size = self._size, self._size + len(written)
-                if write.closes:
-                    self._extents.pop(write.session, None)
-                else:
-                    self._extents.setdefault(write.session, []).append((begin, self._size))
+                self._place(write.session, begin, self._size, closes=write.closes)
+
+    def _place(self, session: str, begin: int, end: int, *, closes: bool) -> None:
+        """An entry is in the file now."""
+        if closes:
+            self._living -= sum(end - begin for begin, end in self._extents.pop(session, ()))
+        else:
+            self._extents.setdefault(session, []).append((begin, end))
+            self._living += end - begin
 
     def _compact_if_worth(self) -> None:
-        if self._size <= self._compact_bytes:
-            return
-        living = sum(end - begin for extents in self._extents.values() for begin, end in extents)
-        if living * 2 > self._size:
+        if self._size <= self._compact_bytes or self._living * 2 > self._size:
             return
         try:
             self._compact()
@@ -259,7 +259,7 @@ class Recorder:
             raise
         with self._moving:
             os.close(self._file)
-            self._file, self._size, self._extents = file, at, moved
+            self._file, self._size, self._extents, self._living = file, at, moved, at
 
     def _drop_tail(self, data: bytes) -> None:
         """Removes what follows the last whole entry: an interrupted write. If good entries follow it, the file is
