@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Real-time RL: collect, distil, train, gate, canary, then promote, hold or roll back.", no_args_is_help=True
 )
+UNFOLDED = 10_000  # columns: a file or a program gets one line per move
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)]
 
 
@@ -110,17 +111,28 @@ def explain(
     """
     import datetime
 
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.cli.gate import metrics_table
     from rollmill.errors import RollmillError
 
     journal = _journal(directory)
     found = journal.get(number) if number is not None else journal.current()
     if found is None:
         raise RollmillError("there is no such cycle", hint=f"`rollmill cycle history {directory}` lists them")
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = UNFOLDED
+    moves = Table.grid(padding=(0, 2, 0, 0))
     for move in journal.history(found.number):
         at = datetime.datetime.fromtimestamp(move.at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        typer.echo(f"{at}  {move.state:<12}  {move.reason}")
+        moves.add_row(at, move.state, move.reason)
+    console.print(moves)
     for line in _figures(found.facts):
-        typer.echo(line)
+        console.print(line, soft_wrap=True)
+    if "gate" in found.facts:
+        console.print(metrics_table(found.facts["gate"]))
 
 
 def _figures(facts: dict[str, Any]) -> list[str]:
@@ -132,19 +144,7 @@ def _figures(facts: dict[str, Any]) -> list[str]:
         for each in facts.get("populations", [])
     ]
     lines += [f"gate: {note}" for note in facts.get("gate", {}).get("notes", [])]
-    for metric in facts.get("gate", {}).get("metrics", []):
-        low, high = metric["change"][1:]
-        bound = f"{'at least' if metric['at_least'] else 'at most'} {metric['bound']:.3g}"
-        word = "holds" if metric["holds"] else "FAILS"
-        lines.append(
-            f"gate {metric['name']}: live {_number(metric['live'])}, candidate {_number(metric['candidate'])}, "
-            f"{metric['compared']} {_number(metric['change'][0])} ({_number(low)} to {_number(high)}), {bound}: {word}"
-        )
     return lines
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3f}"
 
 
 def _journal(directory: Path) -> Journal:

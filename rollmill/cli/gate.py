@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from rollmill.evals.gate import GateVerdict
 
 HELD = 3  # exit code
 
@@ -70,7 +69,7 @@ def gate(
         typer.echo(dumps(verdict.describe()))
     else:
         console = Console(highlight=False)
-        console.print(verdict_table(verdict))
+        console.print(metrics_table(verdict.describe()))
         for note in verdict.notes:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         for reason in verdict.reasons:
@@ -79,22 +78,39 @@ def gate(
         raise typer.Exit(HELD)
 
 
-def verdict_table(verdict: GateVerdict) -> Table:
+def metrics_table(verdict: Mapping[str, Any]) -> Table:
+    """What the gate measured, as `GateVerdict.describe` has it. It fits 80 columns, which is what CI logs have."""
     from rich.table import Table
 
-    title = f"{verdict.candidate} against {verdict.live}: {verdict.tasks} tasks, {verdict.attempts} attempts"
-    table = Table(title=title)
-    for column in ("metric", verdict.live, verdict.candidate, "change", "95 % interval", "bound", ""):
-        table.add_column(column, no_wrap=True)
-    for metric in verdict.metrics:
-        sign = "≥" if metric.at_least else "≤"
+    sides = f"{verdict['candidate']} against {verdict['live']}"
+    table = Table(
+        title=f"{sides}: {verdict['tasks']} tasks, {verdict['attempts']} attempts",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("metric", no_wrap=True)
+    for column in ("live", "candidate", "change", "95 % interval", "bound"):
+        table.add_column(column, no_wrap=True, justify="right")
+    table.add_column("", no_wrap=True)
+    for metric in verdict["metrics"]:
+        value, low, high = map(_figure, metric["change"])
         table.add_row(
-            metric.name,
-            f"{metric.live:.3f}",
-            f"{metric.candidate:.3f}",
-            f"{metric.change.value:.3f} ({metric.compared})",
-            f"{metric.change.low:.3f} – {metric.change.high:.3f}",
-            f"{sign} {metric.bound:.3f}",
-            "holds" if metric.holds else "FAILS",
+            metric["name"],
+            _figure(metric["live"]),
+            _figure(metric["candidate"]),
+            {"ratio": f"× {value}", "difference": value if value.startswith("-") else f"+{value}"}.get(
+                metric["compared"], ""
+            ),
+            f"{low} to {high}",
+            f"{'≥' if metric['at_least'] else '≤'} {_figure(metric['bound'])}",
+            "holds" if metric["holds"] else "FAILS",
         )
     return table
+
+
+def _figure(value: float | None) -> str:
+    if value is None:  # not finite
+        return "–"
+    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 3}f}"

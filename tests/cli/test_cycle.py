@@ -6,12 +6,42 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+
+from rollmill.cli.gate import metrics_table
 from rollmill.cluster.run import RunDirectory
+from rollmill.evals.gate import GateVerdict, Metric
+from rollmill.evals.statistics import Interval
 from rollmill.realtime.distil import Population
 from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database
 from tests.cli.conftest import Told
 from tests.cluster.conftest import make_config
+
+LONG = "8 conversations have a reward: 8 trainable, 2 without consent [of 10], and this reason is longer than a line"
+VERDICT = GateVerdict(
+    "hold",
+    "cycle-12@4",
+    "midtrain@300",
+    32,
+    64,
+    (
+        Metric("tokens_per_solved", 141234.5, float("inf"), Interval(1.5, 0.61, 12.2), "ratio", 2.0, False, True),
+        Metric("malformed", 0.012, 0.104, Interval(-0.092, -0.145, -0.044), "difference", -0.125, True, False),
+    ),
+    ("malformed: too many",),
+)
+
+
+def test_the_gates_table_fits_a_terminal_and_a_log_of_80_columns() -> None:
+    console = Console(width=80, highlight=False)
+    with console.capture() as caught:
+        console.print(metrics_table(VERDICT.describe()))
+    lines = [line.split() for line in caught.get().splitlines()]
+    assert lines[2:] == [
+        ["tokens_per_solved", "141234", "–", "×", "1.500", "0.610", "to", "12.2", "≤", "2.000", "holds"],
+        ["malformed", "0.012", "0.104", "-0.092", "-0.145", "to", "-0.044", "≥", "-0.125", "FAILS"],
+    ]
 
 
 def test_history_and_explain(tmp_path: Path, rollmill: Callable[..., Told]) -> None:
@@ -23,7 +53,8 @@ def test_history_and_explain(tmp_path: Path, rollmill: Callable[..., Told]) -> N
     cycle = journal.move(journal.begin({"since": 0.0}, "waiting for 8 conversations"), "distilling", "8 came")
     populations = [Population("fix", "rl@4", 3, 0.5, 0.25), Population("", "rl@4", 5, 1.0, 0.0)]
     facts = {"counts": {"trainable": 8, "no consent": 2}, "populations": [asdict(each) for each in populations]}
-    cycle = journal.move(cycle, "training", "8 have a reward", **facts, rule={"version": "2", "digest": "abc"})
+    cycle = journal.move(cycle, "training", LONG, **facts, rule={"version": "2", "digest": "abc"})
+    cycle = journal.move(cycle, "gating", "rl@5 is the candidate", gate=VERDICT.describe())
     journal.move(cycle, "held", "no conversation was admitted")
     journal.begin({"since": 1.0}, "waiting again")
     told = rollmill("cycle", "history", run.path)
@@ -33,16 +64,17 @@ def test_history_and_explain(tmp_path: Path, rollmill: Callable[..., Told]) -> N
         "cycle 2: collecting: waiting again",
     ]
     lines = rollmill("cycle", "explain", run.path, 1).out.splitlines()
-    reasons = ["waiting for 8 conversations", "8 came", "8 have a reward", "no conversation was admitted"]
-    states = ["collecting", "distilling", "training", "held"]
-    assert [line.split("  ", 1)[1].split(maxsplit=1) for line in lines[:4]] == [
+    reasons = ["waiting for 8 conversations", "8 came", LONG, "rl@5 is the candidate", "no conversation was admitted"]
+    states = ["collecting", "distilling", "training", "gating", "held"]
+    assert [line.rstrip().split("  ", 1)[1].split(maxsplit=1) for line in lines[:5]] == [
         [state, reason] for state, reason in zip(states, reasons, strict=True)
     ]
-    assert lines[4:] == [
+    assert lines[5:10] == [
         "rule: version 2, digest abc",
         "conversations: 8 trainable",
         "conversations: 2 no consent",
         "population fix under rl@4: 3 conversations, mean reward 0.500, variance 0.250",
         "population of all kinds under rl@4: 5 conversations, mean reward 1.000, variance 0.000",
     ]
+    assert [line.split()[0] for line in lines[12:]] == ["tokens_per_solved", "malformed"]
     assert "waiting again" in rollmill("cycle", "explain", run.path).out, "the newest, if none is named"
