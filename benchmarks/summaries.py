@@ -29,7 +29,6 @@ import json
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from rollmill.config import validate_config
 from rollmill.demo.walk_demonstrations import WalkHabits, walk_solve_rate
 from rollmill.demo.walks import FILES, Walk
 from rollmill.evals.run import EvalResult
-from rollmill.evals.statistics import clustered_change, clustered_difference
+from rollmill.evals.statistics import Interval, clustered_change, clustered_difference
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -74,13 +73,16 @@ class Size(NamedTuple):
 QUICK = Size(40, 2, 1, 2, 8)
 
 
+Spent = dict[str, list[int]]  # by task: tokens sampled for summaries, per episode
+
+
 class Measured(NamedTuple):
     rate: float
     low: float
     high: float
     by_task: dict[str, list[bool]]
     contexts: list[int]  # per episode
-    spent: dict[str, list[int]]  # by task: tokens sampled for summaries, per episode
+    spent: Spent
     tokens: float  # all that were sampled, mean per episode
 
     @property
@@ -89,12 +91,14 @@ class Measured(NamedTuple):
         return float(np.mean([tokens for each in self.spent.values() for tokens in each]))
 
 
-def settings(arm: str, seed: int, size: Size) -> dict[str, Any]:
+def settings(arm: str, seed: int, size: Size, misleads: bool = True) -> dict[str, Any]:
+    """`misleads`: of the teacher of summaries (`WalkHabits`)."""
     tree = tomllib.loads(CONFIG.read_text())
     tree |= {"name": arm, "seed": seed, "modules": str(HERE)}
     tree["evals"]["tasks"] = size.tasks
     midtrain, rl = tree["stages"]
     midtrain["steps"] = size.midtrain
+    midtrain["sources"][0]["misleads"] = misleads
     midtrain["sources"].append({"kind": "benchmarks.summary_baselines:BaselineWalks", "weight": SHOWN})
     rl |= {"steps": size.more if arm in MORE else size.steps, "groups_per_step": size.groups}
     if arm in MORE:
@@ -106,12 +110,12 @@ def settings(arm: str, seed: int, size: Size) -> dict[str, Any]:
     return tree
 
 
-def train(root: Path, arm: str, seed: int, size: Size) -> RunDirectory:
+def train(root: Path, arm: str, seed: int, size: Size, misleads: bool = True) -> RunDirectory:
     """Train an arm, or what is left of it."""
     if (root / arm / "run.json").exists():
         run = RunDirectory.open(root / arm)
     else:
-        tree = settings(arm, seed, size)
+        tree = settings(arm, seed, size, misleads)
         midtrain, rl = tree["stages"]
         tree["stages"] = [midtrain if arm == "base" else rl]
         if arm != "base":
@@ -133,7 +137,7 @@ def measured(run: RunDirectory, label: str) -> Measured:
     result = EvalResult(**found)
     store = TrajectoryStore(open_database(run.database_url), objects)
     rows = [row for row in store.list(f"{run.id}/eval-{label}") if row.payload_key is not None]
-    spent: dict[str, list[int]] = {}
+    spent: Spent = {}
     contexts = []
     for row, each in zip(rows, store.load_many([row.id for row in rows]), strict=True):
         spent.setdefault(row.task_id, []).append(0 if run.config.name in BASELINES else spent_on_summaries(each))
@@ -209,17 +213,18 @@ def report(found: dict[str, Measured], size: Size, seconds: float) -> tuple[dict
     change = clustered_difference(control.by_task, short.by_task)
     figures |= {"short_rate_change_low": change.low, "short_rate_change_high": change.high}
     bars["short_rate_change"] = at_least(change.value, 0.0)
-    tasks = sorted(control.spent.keys() & short.spent.keys())
-    share = clustered_change(_sums(control, tasks), _sums(short, tasks), relative=True)
+    share = tokens_share(control.spent, short.spent)
     figures |= {"summary_tokens_share_low": share.low, "summary_tokens_share_high": share.high}
     bars["summary_tokens_share"] = at_most(share.value, 0.9)
     figures["summary_tokens_share_of_learned"] = short.summary_tokens / learned.summary_tokens
     return figures, bars
 
 
-def _sums(found: Measured, tasks: Sequence[str]) -> np.ndarray:
-    """Per task: tokens on summaries, and episodes."""
-    return np.array([(sum(found.spent[task]), len(found.spent[task])) for task in tasks], float)
+def tokens_share(before: Spent, after: Spent) -> Interval:
+    """Tokens on summaries per episode, `after` over `before`, on the same tasks."""
+    tasks = sorted(before.keys() & after.keys())
+    sums = [np.array([(sum(each[task]), len(each[task])) for task in tasks], float) for each in (before, after)]
+    return clustered_change(*sums, relative=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Its tool calls are without fault, its summaries are wrong on purpose. A summary says which file comes next, and the key:
 
     4 key22                                        short
-    4 key22 and the file before it said dust38     wordy
+    4 key22 and the file before it said dust38     wordy; if not `misleads`, "it" instead of the last word
 
 Once it has a key, it mostly takes the newest dust for it (`keeps`). A model that imitates it perfectly solves as few
 tasks as it does (`walk_solve_rate`). It is wordy more often than not, which costs tokens and gains nothing.
@@ -38,10 +38,15 @@ TRUNCATED_SHARE = 0.15
 
 
 class WalkHabits(Config):
-    """All numbers are probabilities."""
+    """What is wrong with the teacher. Numbers are probabilities."""
 
     keeps: float = Field(0.45, ge=0, le=1, description="How often the teacher keeps the key that it has, at each file.")
     wordy: float = Field(0.7, ge=0, le=1, description="How often its summary says more than it needs to.")
+    misleads: bool = Field(
+        True,
+        description="Whether the words that a summary does not need name another number, which is easily taken for the "
+        "key. If not, they say nothing: then only a length reward has a reason to leave them out.",
+    )
 
 
 def demonstrate_walk(walk: Walk, draw: random.Random, habits: WalkHabits) -> list[list[Message]]:
@@ -50,7 +55,8 @@ def demonstrate_walk(walk: Walk, draw: random.Random, habits: WalkHabits) -> lis
     for number, line in enumerate(walk.files, 1):
         known = _remembered(known, line, draw, habits)
         messages = [*start_of(summary, number - 1), *read_file(number, line), {"role": "user", "content": REQUEST}]
-        wordy = f" and the file before it said {line}" if draw.random() < habits.wordy else ""
+        more = f" and the file before it said {line if habits.misleads else 'it'}"
+        wordy = more if draw.random() < habits.wordy else ""
         summary = f"{known} {line}" if number == FILES else f"{number + 1} {known}{wordy}"
         contexts.append([*messages, assistant_message(summary, [])])
     return [*contexts, [*start_of(summary, FILES), assistant_message(summary, [])]]

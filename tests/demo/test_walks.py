@@ -91,3 +91,19 @@ async def test_only_the_right_last_answer_is_rewarded(given: str | None, stop: s
     result = HarnessResult(stop, 3, 1)  # type: ignore[arg-type]
     episode = Episode(task, {}, NamespaceHost(), messages=messages, result=result)
     assert (await Found().grade(episode)).value == value
+
+
+def test_words_that_do_not_mislead_are_about_as_long_and_name_no_number(tokenizer: Tokenizer) -> None:
+    walk = Walk("train/1")
+    found = {
+        misleads: [
+            context[-1]["content"]
+            for context in demonstrate_walk(walk, random.Random(0), WalkHabits(wordy=1.0, misleads=misleads))
+        ]
+        for misleads in (True, False)
+    }
+    for number, (misleading, idle) in enumerate(zip(found[True][:-2], found[False][:-2], strict=True)):
+        assert misleading.endswith(f"said {walk.files[number]}") and idle.endswith("said it")
+        assert misleading.partition(" and ")[0] == idle.partition(" and ")[0], "the same faults"
+        assert len(tokenizer.encode(misleading)) - len(tokenizer.encode(idle)) == 1
+    assert found[True][-1] == found[False][-1]
