@@ -133,7 +133,7 @@ async def test_a_write_does_not_look_at_all_open_sessions(tmp_path: Path) -> Non
     async with recording(tmp_path, compact_bytes=4096) as recorder:
         for index in range(20):
             await recorder.append(f"s{index}", record(f"s{index}", "x" * 400))
-        looked = recorder._extents = Looked(recorder._extents)
+        looked = recorder._places.extents = Looked(recorder._places.extents)
         for index in range(20):
             await recorder.append(f"s{index}", record(f"s{index}", "more"))
         await recorder.forget("s0")

@@ -3,7 +3,7 @@
 One thread writes. It gets all entries of one turn of the event loop at once. While it waits for the disk, further
 entries queue up and share the next fsync, so the cost of durability does not grow with the number of sessions. A
 session is removed from the log when it is sealed. When most of the file is such dead entries, the live ones are copied
-to a new file, which replaces the old one in one rename.
+to a new file, which replaces the old one in one rename (see rewriting.py).
 
 A disk can hang. An `append` with `wait_s` gives up after that time, counted from when the disk stopped answering: while
 it hangs, later appends do not wait again.
@@ -21,12 +21,14 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.recording.entries import LogEntry, encode_entry, find_whole_entry, scan_entries
+from rollmill.gateway.recording.rewriting import Place, Places, Rewriting
 from rollmill.gateway.wake import Wake
 
 log = logging.getLogger(__name__)
@@ -56,11 +58,16 @@ class Recorder:
         self._compact_bytes = compact_bytes
         self._lock_file = _lock(directory / "lock")
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path.with_suffix(".new").unlink(missing_ok=True)  # of a process that died
         _sync_directory(directory)
         self._size = 0
-        self._extents: dict[str, list[tuple[int, int]]] = {}  # session -> (begin, end) of its entries in the file
-        self._living = 0  # bytes of these entries: a sum of them after each write would take longer than the write
-        self._moving = threading.Lock()  # while file, size and extents change
+        self._places = Places()
+        self._moving = threading.Lock()  # while file, size and places change
+        self._readers: Counter[int] = Counter()  # of a file: it is not freed before
+        self._rewriting: Rewriting | None = None
+        self._rewrite_from = compact_bytes  # size of a file that is worth it
+        self._erasures: list[_Write] = []  # wait for the next rewriting
+        self._erasing: list[_Write] = []  # wait for this one
         self._gathered: list[_Write] = []  # of this turn of the event loop
         self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -69,16 +76,16 @@ class Recorder:
         self.fsyncs = 0
 
     def replay(self) -> Iterator[LogEntry]:
-        """The entries of sessions that were never closed, oldest first. An entry that a crash cut short is dropped.
+        """The entries of sessions that were never closed, in the order of the file.
 
-        Reads one entry at a time: a log may be larger than memory.
+        An entry that a crash cut short is dropped. Reads one entry at a time: a log may be larger than memory.
         """
         for begin, end, entry in scan_entries(self._file):
             self._size = end
-            self._place(entry.session, begin, end, closes=entry.op == "close")
+            self._places.add(Place(entry.session, begin, end, closes=entry.op == "close"))
         if self._size < os.fstat(self._file).st_size:
             self._drop_tail(self._path.read_bytes())
-        living = {begin for extents in self._extents.values() for begin, _ in extents}
+        living = {begin for extents in self._places.extents.values() for begin, _ in extents}
         return (entry for begin, _, entry in scan_entries(self._file) if begin in living)
 
     def start(self) -> None:
@@ -127,11 +134,14 @@ class Recorder:
     def located(self, session: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """The file of the log, and the (begin, end) of a session's entries in it. The log may be rewritten then."""
         with self._moving:
-            file, extents = os.dup(self._file), list(self._extents.get(session, ()))
+            source, file, extents = self._file, os.dup(self._file), list(self._places.extents.get(session, ()))
+            self._readers[source] += 1
         try:
             yield file, extents
         finally:
             os.close(file)
+            with self._moving:
+                self._readers[source] -= 1
 
     async def forget(self, session: str) -> None:
         """Mark the entries of a session as dead: it is sealed or given up."""
@@ -174,15 +184,16 @@ class Recorder:
     def _run(self) -> None:
         while (batch := self._next_batch()) is not None:
             writes = [write for write in batch if not write.erases]
-            erasures = [write for write in batch if write.erases]
+            self._erasures += [write for write in batch if write.erases]
             self._busy_since = time.monotonic()
-            error = self._attempt(functools.partial(self._write, writes))
-            _finish(writes, error)
-            if erasures:
-                _finish(erasures, self._attempt(self._compact))
-            elif error is None:
-                self._compact_if_worth()
+            _finish(writes, self._attempt(functools.partial(self._write, writes)))
+            self._rewrite()
             self._busy_since = None
+        while self._rewriting is not None and self._erasing:
+            self._rewriting.wait()
+            self._rewrite()
+        if self._rewriting is not None:
+            self._rewriting.cancel()
 
     def _attempt(self, work: Callable[[], None]) -> StorageError | None:
         try:
@@ -190,11 +201,16 @@ class Recorder:
             self._failure = None
             return None
         except OSError as failure:
-            self._failure = f"cannot write {self._path}: {failure.strerror or failure}"
-            return StorageError(self._failure, hint="free disk space, or move the run to a disk that has some")
+            error = self._fault(failure)
+            self._failure = error.message
+            return error
+
+    def _fault(self, failure: OSError) -> StorageError:
+        message = f"cannot write {self._path}: {failure.strerror or failure}"
+        return StorageError(message, hint="free disk space, or move the run to a disk that has some")
 
     def _next_batch(self) -> list[_Write] | None:
-        """All queued writes whose callers still wait; None at the end."""
+        """All queued writes whose callers still wait, none when a rewriting is ready; None at the end."""
         while True:
             taken = [self._queue.get()]
             with contextlib.suppress(queue.Empty):
@@ -204,7 +220,7 @@ class Recorder:
             if taken[-1] is None:
                 self._queue.put(None)  # for the next call
                 return batch or None
-            if batch:
+            if batch or (self._rewriting is not None and self._rewriting.ready):
                 return batch
 
     def _write(self, batch: list[_Write]) -> None:
@@ -221,45 +237,48 @@ class Recorder:
         with self._moving:
             for write, written in zip(batch, data, strict=True):
                 begin, self._size = self._size, self._size + len(written)
-                self._place(write.session, begin, self._size, closes=write.closes)
+                place = Place(write.session, begin, self._size, write.closes)
+                self._places.add(place)
+                if self._rewriting is not None:
+                    self._rewriting.add(place)
 
-    def _place(self, session: str, begin: int, end: int, *, closes: bool) -> None:
-        """An entry is in the file now."""
-        if closes:
-            self._living -= sum(end - begin for begin, end in self._extents.pop(session, ()))
-        else:
-            self._extents.setdefault(session, []).append((begin, end))
-            self._living += end - begin
+    def _rewrite(self) -> None:
+        """Ends a rewriting that is ready, and begins one that is worth it or that somebody waits for."""
+        if self._rewriting is not None and self._rewriting.ready:
+            rewriting, self._rewriting = self._rewriting, None
+            error = self._try_rewriting(functools.partial(self._replace, rewriting))
+            if self._file != rewriting.file:
+                rewriting.cancel()
+            _finish(self._erasing, error)
+            self._erasing = []
+        worth = self._size > self._rewrite_from and self._places.living * 2 <= self._size
+        if self._rewriting is None and (worth or self._erasures):
+            self._erasing, self._erasures = self._erasures, []
+            error = self._try_rewriting(self._begin_rewriting)
+            if error is not None:
+                _finish(self._erasing, error)
 
-    def _compact_if_worth(self) -> None:
-        if self._size <= self._compact_bytes or self._living * 2 > self._size:
-            return
+    def _try_rewriting(self, work: Callable[[], None]) -> StorageError | None:
+        """If it fails, the log goes on in the file that it has, and this is tried again when that is larger."""
         try:
-            self._compact()
-        except OSError as failure:  # the old file is still complete, and the next batch tries again
-            log.warning("cannot compact %s: %s", self._path, failure.strerror or failure)
+            work()
+            self._rewrite_from = self._compact_bytes
+            return None
+        except OSError as failure:
+            self._rewrite_from = self._size + self._compact_bytes
+            log.warning("cannot rewrite %s: %s", self._path, failure.strerror or failure)
+            return self._fault(failure)
 
-    def _compact(self) -> None:
-        target = self._path.with_suffix(".new")
-        file = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        moved: dict[str, list[tuple[int, int]]] = {}
-        at = 0
-        try:
-            # in the order of the old file: a parent segment must be replayed before its children
-            living = sorted((begin, end, session) for session, own in self._extents.items() for begin, end in own)
-            for begin, end, session in living:
-                _write_all(file, os.pread(self._file, end - begin, begin), at)
-                moved.setdefault(session, []).append((at, at + end - begin))
-                at += end - begin
-            sync(file)
-            os.replace(target, self._path)
-            _sync_directory(self._path.parent)
-        except OSError:
-            os.close(file)
-            raise
+    def _begin_rewriting(self) -> None:
+        target, ended = self._path.with_suffix(".new"), functools.partial(self._queue.put, [])
+        self._rewriting = Rewriting(self._file, self._places, self._size, target, self._moving, ended)
+
+    def _replace(self, new: Rewriting) -> None:
+        new.finish(self._path)
         with self._moving:
-            os.close(self._file)
-            self._file, self._size, self._extents, self._living = file, at, moved, at
+            self._file, self._size, self._places = new.file, new.size, new.places
+        new.drop_old(lambda file: self._readers[file] > 0)
+        _sync_directory(self.directory)
 
     def _drop_tail(self, data: bytes) -> None:
         """Removes what follows the last whole entry: an interrupted write. If good entries follow it, the file is
