@@ -181,7 +181,7 @@ class Gateway:
         if self.fleet_routes is not None:
             await self.fleet_routes.look()  # the first request must find what there is
         await self._router.start()
-        collecting = collect_all(lambda: not self._completions.running)
+        collecting = collect_all(lambda: not self._completions.running, lambda: self._recorder.living_bytes)
         sweeps = [asyncio.create_task(each) for each in (self._sealer.sweep(), self._early.run(), collecting)]
         if self._splits is not None:
             sweeps.append(asyncio.create_task(follow(self._splits, self._router.divide)))

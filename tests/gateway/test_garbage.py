@@ -51,13 +51,14 @@ async def test_a_request_leaves_no_cycle(mill: Mill, answers: Answers) -> None:
 async def test_objects_in_use_are_left_alone_until_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_LOOK_S", 0.0)
     monkeypatch.setattr(garbage, "_SOONEST_S", 0.0)
+    monkeypatch.setattr(garbage, "_RARELY", 0)
     idle = asyncio.Event()
     garbage.collect_little()
     try:
         kept = [[number] for number in range(20 * garbage._NEW_OBJECTS)]
         assert len(gc.get_objects()) < 3 * garbage._NEW_OBJECTS  # all others are not looked at any more
         old = cycle_that_was_in_use()
-        collecting = asyncio.create_task(garbage.collect_all(idle.is_set))
+        collecting = asyncio.create_task(garbage.collect_all(idle.is_set, lambda: 0))
         for _ in range(20):
             await asyncio.sleep(0)
         assert old() is not None
@@ -72,6 +73,29 @@ async def test_objects_in_use_are_left_alone_until_nobody_asks(monkeypatch: pyte
         garbage.collect_as_usual()
 
 
+async def test_a_look_that_takes_long_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while nobody asks: who comes then would wait."""
+    monkeypatch.setattr(garbage, "_LOOK_S", 0.0)
+    monkeypatch.setattr(garbage, "_SOONEST_S", 0.0)
+    monkeypatch.setattr(garbage, "_OBJECT_S", 1.0)
+    garbage.collect_little()
+    collecting = asyncio.create_task(garbage.collect_all(lambda: True, lambda: 0))
+    try:
+        old = cycle_that_was_in_use()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert old() is not None
+        monkeypatch.setattr(garbage, "_OBJECT_S", 0.0)
+
+        async def is_collected() -> bool:
+            return old() is None
+
+        await until(is_collected)
+    finally:
+        collecting.cancel()
+        garbage.collect_as_usual()
+
+
 async def test_memory_that_grows_is_a_reason_to_look(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,11 +103,17 @@ async def test_memory_that_grows_is_a_reason_to_look(
     monkeypatch.setattr(garbage, "_GROWTH", 1.0)
     monkeypatch.setattr(garbage, "_GROWTH_BYTES", 32 << 20)
     monkeypatch.setattr(garbage, "_LONG_S", 0.0)
-    collecting = asyncio.create_task(garbage.collect_all(lambda: False))
+    recorded = 0
+    collecting = asyncio.create_task(garbage.collect_all(lambda: False, lambda: recorded))
     await asyncio.sleep(0)  # it knows the memory of now
     try:
         garbage.collect_little()
+        recorded = 128 << 20  # the growth may be that of open sessions
         old = cycle_that_was_in_use(holding=b"x" * (128 << 20))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert old() is not None
+        recorded = 0
 
         async def is_collected() -> bool:
             return old() is None
