@@ -159,8 +159,8 @@ def load_class(slot: Slot, kind: str) -> type:
         near = difflib.get_close_matches(kind, slot.built_in, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(slot.built_in) or 'none'}"
         raise ConfigError(
-            f"[{slot.section}] kind = {kind!r} is nothing known",
-            hint=f"{hint} A class of your own: package.module:Class",
+            f"[{slot.section}] kind = {kind!r} is unknown",
+            hint=f"{hint} A class of your own is written as package.module:Class",
         )
     where = f'[{slot.section}] kind = "{kind}"'
     found = _import(where, module, name)

@@ -116,7 +116,7 @@ def test_a_run_keeps_its_code_and_finds_it_again(directory: Path) -> None:
         ("tasks.kind=no_such:Class", "there is no module 'no_such'"),
         ("tasks.kind=broken_kinds:Class", r"importing broken_kinds raised ValueError: no licence \(line 2\)"),
         ("tasks.kind=own_kinds:Halfway", "it has no `get`: get.*`heldout` does not take"),
-        ("tasks.kind=tickets", "kind = 'tickets' is nothing known"),
+        ("tasks.kind=tickets", "kind = 'tickets' is unknown"),
         ("tasks.kind=own_kinds:Tickets", "path: Field required"),
         ("tasks={kind='own_kinds:Tickets', pth='x'}", "unknown key 'pth'; did you mean 'path'"),
         ("tasks=3", "tasks must be a table, got 3"),

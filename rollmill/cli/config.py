@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 def show_settings(
     section: Annotated[
         str,
-        typer.Argument(help="a section or a setting, dotted: `stages.rl`, `stages.rl.weight_cap`", show_default=""),
+        typer.Argument(
+            metavar="SETTING",
+            help="a section or a setting, dotted: `stages.rl`, `stages.rl.weight_cap`",
+            show_default="",
+        ),
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="print every section")] = False,
 ) -> None:

@@ -23,7 +23,7 @@ def run_cycles(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SETTINGS]...",
+            metavar="KEY=VALUE",
             help="settings of [cycle] and [gate] from now on: `cycle.share=0.1`; the run keeps them",
         ),
     ] = None,
@@ -101,7 +101,9 @@ def history(directory: Run) -> None:
 @app.command()
 def explain(
     directory: Run,
-    number: Annotated[int | None, typer.Argument(help="which cycle; default: the newest", show_default=False)] = None,
+    number: Annotated[
+        int | None, typer.Argument(metavar="NUMBER", help="which cycle; default: the newest", show_default=False)
+    ] = None,
 ) -> None:
     """Explain one cycle: every state with its reason, what was trained on, what the gate and the canary measured.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.rollout import KeyOption, ModelNameOption, ModelOption
+from rollmill.cli.rollout import SERVED_MODEL, KeyOption, ModelNameOption, ModelOption
 from rollmill.cli.target import VersionOption
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     directory: Annotated[
-        Path, typer.Argument(help="a run directory; with --model also a RUN.toml", show_default=False)
+        Path, typer.Argument(metavar="RUN", help="a run directory; with --model also a RUN.toml", show_default=False)
     ],
     version: VersionOption = None,
     tasks: Annotated[
@@ -29,7 +29,7 @@ def evaluate(
     ] = None,
     attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts per task")] = None,
     model: ModelOption = None,
-    model_name: ModelNameOption = "policy",
+    model_name: ModelNameOption = SERVED_MODEL,
     key: KeyOption = None,
 ) -> None:
     """Evaluate a version on held-out tasks and print solve rates with 95 % intervals.

@@ -9,8 +9,10 @@ import typer
 
 app = typer.Typer(help="Build, list, share and remove machine images.", no_args_is_help=True)
 
-Store = Annotated[str, typer.Argument(help="a directory, or a URL such as s3://BUCKET/PREFIX", show_default=False)]
-Name = Annotated[str, typer.Argument(help="the name that tasks give in `image`", show_default=False)]
+Store = Annotated[
+    str, typer.Argument(metavar="STORE", help="a directory, or a URL such as s3://BUCKET/PREFIX", show_default=False)
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="the name that tasks give in `image`", show_default=False)]
 
 
 @app.command("build")
@@ -117,7 +119,9 @@ def _build(name: str, sources: dict[str, Any], services: Path | None, verify: li
 
 @app.command("autoinstall")
 def autoinstall(
-    repository: Annotated[Path, typer.Argument(help="a git repository on this host", show_default=False)],
+    repository: Annotated[
+        Path, typer.Argument(metavar="REPOSITORY", help="a git repository on this host", show_default=False)
+    ],
     verify: Annotated[
         list[str],
         typer.Option(help="a shell command that must pass when all is set up; repeatable", show_default=False),
@@ -130,7 +134,7 @@ def autoinstall(
     requirements: Annotated[
         Path | None, typer.Option(help="a pip requirements file, installed beforehand", show_default=False)
     ] = None,
-    model_name: Annotated[str, typer.Option(help="the model to ask for")] = "policy",
+    model_name: Annotated[str, typer.Option(help="the model to ask for")] = "rollmill",
     key_env: Annotated[str, typer.Option(help="environment variable with the endpoint's key")] = "OPENAI_API_KEY",
     kind: Annotated[str, typer.Option(help="kind of machine: namespace or qemu")] = "namespace",
     attempts: Annotated[int, typer.Option(min=1, help="how often the agent may begin anew")] = 3,

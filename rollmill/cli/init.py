@@ -12,7 +12,7 @@ _SUFFIX = ".txt"  # of the templates, so that no tool takes them for modules of 
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="a directory, which is created", show_default=False)],
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="the directory to create", show_default=False)],
 ) -> None:
     """Write a working start for tasks and a reward of your own: change it step by step.
 

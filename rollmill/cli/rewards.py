@@ -22,7 +22,7 @@ _SHOWN = 20  # trajectories with another reward that are listed
 
 @app.command()
 def replay(
-    run_dir: Annotated[Path, typer.Argument(help="the run directory", show_default=False)],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)],
     rewards: Annotated[
         Path | None, typer.Option(help="a TOML file with [[rewards]]; default: those of the run, as their code is now")
     ] = None,
@@ -59,7 +59,7 @@ def replay(
 
 @app.command()
 def bias(
-    run_dir: Annotated[Path, typer.Argument(help="the run directory", show_default=False)],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)],
     rewards: Annotated[
         Path | None, typer.Option(help="a TOML file with [[rewards]]; default: those of the run")
     ] = None,

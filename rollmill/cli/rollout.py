@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="URL", help="an OpenAI-compatible endpoint, up to and with /v1")
 ]
+SERVED_MODEL = "rollmill"  # the name that every endpoint of `rollmill serve` knows
 ModelNameOption = Annotated[str, typer.Option("--model-name", help="the model to ask for there")]
 KeyOption = Annotated[
     str | None,
@@ -26,10 +27,10 @@ KeyOption = Annotated[
 
 
 def rollout(
-    source: Annotated[Path, typer.Argument(help="a RUN.toml, or a run directory", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="a RUN.toml, or a run directory", show_default=False)],
     model: ModelOption = None,
     task: Annotated[str | None, typer.Option("--task", metavar="ID", help="the task; default: the first one")] = None,
-    model_name: ModelNameOption = "policy",
+    model_name: ModelNameOption = SERVED_MODEL,
     key: KeyOption = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="of sampling")] = 1.0,
     full: Annotated[bool, typer.Option("--full", help="print long messages whole")] = False,
@@ -37,7 +38,8 @@ def rollout(
     """Play one episode, and print its transcript, reward and evidence. This is how to debug an environment.
 
     The tasks, the machine, the agent and the rewards are those of the configuration; nothing is stored or trained on.
-    The endpoint may be any: `rollmill serve RUN` makes one of a run. For example:
+    Any OpenAI-compatible endpoint will do; `rollmill serve RUN` makes one of a run and names the file of its key. For
+    example:
 
         rollmill rollout run.toml --model http://127.0.0.1:8000/v1 --task fix/add-8/17
     """
@@ -48,7 +50,7 @@ def rollout(
     if model is None:
         from rollmill.errors import ConfigError
 
-        raise ConfigError("no model to play with", hint="--model URL; `rollmill serve RUN` prints the URL of a run")
+        raise ConfigError("--model is missing", hint="--model URL; `rollmill serve RUN` prints the URL of a run")
     played = asyncio.run(_play(settings, Endpoint(model, key or "", model_name), task, temperature))
     _print(played, 1e9 if full else 2000)
     if played.reward is None:

@@ -100,7 +100,7 @@ def status(directory: Directory) -> None:
 def logs(
     directory: Directory,
     role: Annotated[
-        str | None, typer.Argument(help="a role (trainer, gateway, …); without it: the logs there are")
+        str | None, typer.Argument(metavar="ROLE", help="a role (trainer, gateway, …); default: list the logs")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep printing new lines until Ctrl-C")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="how many of the last lines to print")] = 50,
@@ -172,7 +172,9 @@ def stop(directory: Directory) -> None:
 
 def scale(
     directory: Directory,
-    settings: Annotated[list[str], typer.Argument(help="engines=N in the home region, REGION=N in another")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="REGION=N", help="engines=N in the home region, REGION=N in another")
+    ],
 ) -> None:
     """Change how many engines a run has, while it trains.
 

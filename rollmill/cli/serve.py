@@ -23,7 +23,10 @@ KEY = "api-key"  # a file of the run directory
 
 def serve(
     directory: Annotated[
-        Path, typer.Argument(help="a run directory, or a Hugging Face checkpoint directory", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RUN", help="a run directory, or a Hugging Face checkpoint directory", show_default=False
+        ),
     ],
     version: VersionOption = None,
     host: Annotated[

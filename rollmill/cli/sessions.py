@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at the sessions of a run's gateways.", no_args_is_help=True)
 
-RunDir = Annotated[Path, typer.Argument(help="the run directory", show_default=False)]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)]
 _COLUMNS = ("session", "state", "traffic", "key", "turns", "tokens", "segments", "last answer")
 
 
@@ -61,7 +61,9 @@ def list_sessions(
 @app.command()
 def show(
     run_dir: RunDir,
-    session: Annotated[str, typer.Argument(help="the session's name or its trajectory", show_default=False)],
+    session: Annotated[
+        str, typer.Argument(metavar="SESSION", help="the session's name or its trajectory", show_default=False)
+    ],
 ) -> None:
     """Show an open session: its facts and its segments, without what was said.
 

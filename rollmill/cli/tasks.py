@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at the tasks of a run, and check them on real machines.", no_args_is_help=True)
 
-Source = Annotated[Path, typer.Argument(help="a RUN.toml or a run directory", show_default=False)]
+Source = Annotated[Path, typer.Argument(metavar="RUN", help="a RUN.toml or a run directory", show_default=False)]
 Count = Annotated[
     int, typer.Option(min=1, help="most tasks per split of a set that makes tasks up; lists are shown whole")
 ]

@@ -12,13 +12,23 @@ if TYPE_CHECKING:
     from rollmill.cluster.run import RunDirectory
 
 
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="a RUN.toml; with --resume: a run directory, or the URL of its objects",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="settings that override the file: `key.path=value`, values as in TOML"),
+]
+
+
 def train(
-    source: Annotated[
-        Path, typer.Argument(help="a RUN.toml; with --resume a run, as directory or URL", show_default=False)
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")
-    ] = None,
+    source: Source,
+    overrides: Overrides = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="continue the run in that directory; `steps=N` gives its last stage more steps"),

@@ -30,7 +30,9 @@ app = typer.Typer(
     help="Read and export what agents did, which weights sampled it, and how it was graded.", no_args_is_help=True
 )
 
-RunDir = Annotated[Path | None, typer.Argument(help="run directory; default: the newest one under runs/")]
+RunDir = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="a run directory; default: the newest one under runs/")
+]
 Database = Annotated[str | None, typer.Option(help="read this database instead: sqlite:///… or postgresql://…")]
 Store = Annotated[str | None, typer.Option("--objects", help="object store of that database: directory or URL")]
 
@@ -92,8 +94,8 @@ def list_trajectories(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="run directory")],
-    out: Annotated[Path, typer.Argument(help="the file to write; it must not exist")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="the file to write; it must not exist")],
     format: Annotated[
         str, typer.Option(help="openai: JSONL with messages and tools; parquet: exact tokens")
     ] = "openai",
@@ -131,8 +133,8 @@ def export(
 
 @app.command()
 def admit(
-    run_dir: Annotated[Path, typer.Argument(help="run directory", show_default=False)],
-    ids: Annotated[list[str] | None, typer.Argument(help="trajectories; default: all that match")] = None,
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)],
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="trajectories; default: all that match")] = None,
     source: Annotated[
         Path | None,
         typer.Option("--from", help="the run that has them: its rollouts and its production traffic; default: RUN_DIR"),
@@ -177,9 +179,10 @@ def admit(
 
 @app.command()
 def show(
-    id: Annotated[str, typer.Argument(help="the id, or any beginning of it that only one trajectory has")],
+    id: Annotated[str, typer.Argument(metavar="ID", help="a trajectory id, or a prefix of it that is unique")],
     run_dir: Annotated[
-        Path | None, typer.Argument(help="run directory; default: the runs under runs/, the newest first")
+        Path | None,
+        typer.Argument(metavar="RUN", help="a run directory; default: the runs under runs/, the newest first"),
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="the exact tokens instead, coloured by probability")] = False,
     full: Annotated[bool, typer.Option("--full", help="do not cut long messages")] = False,
@@ -221,7 +224,7 @@ def show(
 
 @app.command()
 def forget(
-    run_dirs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run directories", show_default=False)],
     user: Annotated[str, typer.Option(help="the name that production requests gave as `user`", show_default=False)],
 ) -> None:
     """Delete what was recorded of a production user: payloads, open sessions, feedback.

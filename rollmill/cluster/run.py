@@ -82,8 +82,9 @@ class RunDirectory:
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
             return cls(path, config, id, saved["ports"], {name: _secret(saved, name) for name in SECRETS})
         except (FileNotFoundError, NotADirectoryError):
+            train = f"`rollmill train {path}` makes a run of it; " if path.suffix == ".toml" else ""
             raise ConfigError(
-                f"{path} holds no run (no run.json)", hint="`rollmill runs` lists the runs there are"
+                f"{path} holds no run (no run.json)", hint=f"{train}`rollmill runs` lists the runs there are"
             ) from None
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from None

@@ -47,16 +47,16 @@ def _with_stages(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_moved(tree: dict[str, Any]) -> None:
-    """Raise ConfigError for a setting of 0.1.0 that a stage or [[engines]] has now."""
+    """Raise ConfigError for a setting of an early configuration that is now in a stage or in [[engines]]."""
     if "regions" in tree:
         raise ConfigError(
-            "'regions' is a setting of [[engines]] now",
+            "'regions' is replaced by [[engines]]",
             hint='one table per region: [[engines]] region = "home"; or engines=[{region="home"}]',
         )
     moved = [name for name in MOVED if name in tree]
     if moved:
         where = {"midtrain": '[[stages]] kind = "midtrain"', "rl": '[[stages]] kind = "rl"', "line": "stages.rl.name"}
         raise ConfigError(
-            f"{moved[0]!r} is a setting of a stage now",
-            hint=f"{where.get(moved[0], f'stages.rl.{moved[0]}')}; CHANGELOG.md shows an old and a new configuration",
+            f"{moved[0]!r} is a setting of a stage",
+            hint=f"write {where.get(moved[0], f'stages.rl.{moved[0]}')}; CHANGELOG.md lists the settings that moved",
         )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rollmill.demo import CONFIG as DEMO
+from rollmill.gateway.routing.targets import DEFAULT
 from tests.cli.conftest import Told
 from tests.rollouts.world import SOLUTION
 
@@ -95,6 +96,7 @@ def test_one_episode_is_played_and_shown(rollmill: Command, model: Model, run_to
 def test_a_wrong_answer_gets_its_evidence(rollmill: Command, model: Model, run_toml: Path) -> None:
     told = rollmill("rollout", run_toml, "--model", model.url, "--task", "train/1")
     assert told.code == 0 and "reward #1  0" in told.out and "first_wrong" in told.out
+    assert {body["model"] for body in model.requests} == {DEFAULT}, "the name that `rollmill serve` knows"
 
 
 def test_an_endpoint_that_fails_is_no_reward(rollmill: Command, model: Model, run_toml: Path) -> None:
@@ -131,6 +133,7 @@ def test_a_reward_of_the_user_that_fails_or_returns_nonsense(
 def test_an_endpoint_is_evaluated_with_the_suite_of_the_run(rollmill: Command, model: Model, run_toml: Path) -> None:
     told = rollmill("eval", run_toml, "--model", model.url, "--tasks", "4", "--attempts", "1")
     assert told.code == 0, told.err
+    assert {body["model"] for body in model.requests} == {DEFAULT}
     assert (
         told.out.count("2/4") == 4
     )  # held out sampled and greedy, fresh, and the family: the script solves every second

@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_not_there_stops_no_look_at_tasks(rollmill: Callabl
     assert rollmill("tasks", "list", source).code == 0
     assert "1 of 1 tasks are all right" in rollmill("tasks", "check", source, "--repeat", 1).out
     told = rollmill("rollout", source)
-    assert "no model to play with" in told.err, told
+    assert "--model is missing" in told.err, told
     source.write_text(text + "[rolouts]\n")
     assert "did you mean 'rollouts'" in rollmill("tasks", "list", source).err
     source.write_text(text.replace("path", "pth"))

@@ -89,7 +89,7 @@ def test_a_name_that_is_taken(rollmill: Callable[..., Told], tmp_path: Path) -> 
 
 def test_resuming_is_refused_with_a_reason(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert refused(rollmill("train", "--resume", "runs/absent"), "runs/absent holds no run", "`rollmill runs`")
-    assert refused(rollmill("train", "--resume", MICRO), "holds no run", "`rollmill runs`")
+    assert refused(rollmill("train", "--resume", MICRO), "holds no run", f"`rollmill train {MICRO}`")
     assert refused(rollmill("train", "--resume", tmp_path, "--dry-run"), "no --dry-run", "start a new run")
     assert refused(rollmill("train", "--resume", tmp_path, "--from", "runs/a", 1), "no --from", "start a new run")
 

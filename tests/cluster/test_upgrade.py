@@ -92,7 +92,7 @@ def test_an_old_file_is_told_where_its_settings_are_now(name: str, tmp_path: Pat
 
     file = tmp_path / "old.toml"
     file.write_text(f'name = "old"\n{name} = {{}}\n')
-    with pytest.raises(ConfigError, match=rf"'{name}' is a setting of a stage now\nhint: .*stages.*CHANGELOG"):
+    with pytest.raises(ConfigError, match=rf"'{name}' is a setting of a stage\nhint: .*stages.*CHANGELOG"):
         load_config(RunConfig, file)
 
 

@@ -171,7 +171,7 @@ def test_versions_are_written_as_they_are_printed(run: Path) -> None:
     [
         ("rl@7", "rl@7 does not exist", "rl has 0 to 4"),
         ("sft@0", "sft@0 does not exist", "lines here: rl"),
-        ("canary", "neither LINE@NUMBER nor a channel", "channels here: none; lines: rl"),
+        ("canary", "neither LINE@NUMBER nor a channel", "lines: rl"),
         ("rl@x", "neither LINE@NUMBER nor a channel", "channels here"),
         ("../x@1", "cannot name a line", "letters"),
     ],

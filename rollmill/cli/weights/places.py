@@ -117,7 +117,10 @@ def find_version(place: Place, text: str, line: str | None = None) -> Version:
     version = channels.get(text) if re.fullmatch(r"[\w.-]+", text) else None
     if version is None:
         names, lines = channels.names(), begun_lines(place.store)
-        hint = f"channels here: {', '.join(names) or 'none'}; lines: {', '.join(lines) or 'none'}"
+        hint = (
+            f"channels here: {', '.join(names) or 'none'} (`rollmill weights channel set` makes one); "
+            f"lines: {', '.join(lines) or 'none'}"
+        )
         raise WeightsError(f"{text!r} is neither LINE@NUMBER nor a channel", hint=hint)
     return version
 
