@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -32,6 +32,7 @@ from rollmill.realtime.journal import Cycle, Journal
 from rollmill.realtime.rule import reward_of
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.telemetry import read_events
 from rollmill.training.lineage import trace_lineage
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
@@ -129,8 +130,10 @@ class CycleDriver:
         if self._channels.get(CANDIDATE) != candidate:
             self._channels.move(CANDIDATE, candidate)
         states = {state: count for state, count in ledger.counts().items() if count}
-        reason = f"{candidate} is the candidate: {stage.steps} steps from {cycle.facts['live']}, {_told(states)}"
-        return self.journal.move(cycle, "gating", reason, candidate=str(candidate), ledger=states)
+        tokens = learnt_tokens(read_events(run.events))
+        told = f"{_told(states)}; of their sampled tokens {_told(tokens)}"
+        reason = f"{candidate} is the candidate: {stage.steps} steps from {cycle.facts['live']}, {told}"
+        return self.journal.move(cycle, "gating", reason, candidate=str(candidate), ledger=states, tokens=tokens)
 
     def _run_trainer(self, run: RunDirectory, cycle: Cycle) -> None:
         """The trainer's own records say what is left to do."""
@@ -251,6 +254,16 @@ def lag_behind(weights: WeightStore, live: Version, form: str) -> Lag:
         return None if position is None else live.number - position
 
     return lag
+
+
+def learnt_tokens(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many sampled tokens the steps of a cycle trained on, and how many they left out, by reason: some ways of
+    sampling have no probabilities to learn from. A step that was repeated after a crash counts once."""
+    steps = {event["step"]: event for event in events if event["kind"] == "step"}
+    found = Counter({"trained on": sum(event.get("trained_tokens", 0) for event in steps.values())})
+    for event in steps.values():
+        found.update({f"left out ({why})": count for why, count in event.get("masked", {}).items() if count})
+    return dict(found)
 
 
 def _version(text: str) -> Version:

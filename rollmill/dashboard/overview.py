@@ -247,9 +247,9 @@ def cycles(found: Mapping[int, Sequence[Move]]) -> Markup:
     listed: list[Markup] = []
     for cycle, moves in found.items():
         last = moves[-1]
-        rows = [[move.state, move.reason[:1000], moment(move.at)] for move in moves]
+        rows = [[move.state.replace("_", " "), move.reason[:1000], moment(move.at)] for move in moves]
         colour = {"promoted": "good", "held": "bad", "rolled_back": "bad"}.get(last.state, "live-text")
-        state = tag("b", last.state, class_=colour)
+        state = tag("b", last.state.replace("_", " "), class_=colour)
         head = tag("summary", f"Cycle {cycle}: ", state, f" – {last.reason[:300]}")
         listed.append(tag("details", head, table(("State", "Why", "Since"), rows, words=3), open=not listed))
     about = "Learning from live users: collect, distil, train, gate, canary, then promote, hold or roll back."

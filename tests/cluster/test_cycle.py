@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.cycle import CycleDriver
+from rollmill.cluster.cycle import CycleDriver, learnt_tokens
 from rollmill.cluster.extend import change_cycle
 from rollmill.cluster.gate import record_verdict
 from rollmill.cluster.run import RunDirectory
@@ -234,3 +234,12 @@ def test_settings_change_between_cycles_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cycle 1 is training"):
         change_cycle(changed, ["cycle.steps=2"])
     assert RunDirectory.open(run.path).config == changed.config
+
+
+def test_tokens_that_a_cycle_learns_from_are_counted_and_the_others_by_reason() -> None:
+    first = {"kind": "step", "step": 1, "trained_tokens": 90, "masked": {"sampled at temperature 0": 10, "stale": 0}}
+    second = {"kind": "step", "step": 2, "trained_tokens": 5, "masked": {"sampled at temperature 0": 1}}
+    lost = {"kind": "step", "step": 3, "from_ledger": True}
+    told = learnt_tokens([{"kind": "busy"}, first, second, second, lost])
+    assert told == {"trained on": 95, "left out (sampled at temperature 0)": 11}
+    assert learnt_tokens([lost]) == {"trained on": 0}

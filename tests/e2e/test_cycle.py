@@ -199,6 +199,8 @@ def _check_what_was_trained_on(run: RunDirectory) -> None:
         assert all(reward == advantage for _, reward, advantage in step.trajectories.values())
     rows = [row for row in store.find(TrajectoryQuery(run="production")) if row.id in ids]
     assert {row.line for row in rows} == {"midtrain"}
+    cycle = Journal(open_database(run.database_url), run.id).get(1)
+    assert cycle is not None and cycle.facts["tokens"]["trained on"] > len(ids)
     rewards = store.rewards(ids)
     assert all(given[-1][1].evidence["rule"] == "1" for given in rewards.values())
 

@@ -93,6 +93,30 @@ async def test_a_canary_gets_its_share_of_the_sessions(mill: Mill, answers: Answ
     assert said == {name: body["choices"][0]["message"]["content"] for name, body in again.items()}
 
 
+async def test_a_split_divides_production_alone(mill: Mill, answers: Answers) -> None:
+    """A rollout belongs to its line, whatever production is divided between."""
+    lines = [StandIn([answers.text(name)], line=name) for name in ("old", "new")]
+    config = QUICK.model_copy(update={"split": {"rollmill": {"new": 1.0}}})
+    door = await mill.gateway(*[await mill.engine(each) for each in lines], config=config)
+    assert (await ask(door, "rollmill"))[1]["choices"][0]["message"]["content"] == "new"
+    reply = await door.say(await door.open("a", line="old"), [USER])
+    assert reply["choices"][0]["message"]["content"] == "old" and len(lines[1].requests) == 1
+
+
+async def test_an_engine_that_is_lent_gets_rollouts_and_no_production(mill: Mill, answers: Answers) -> None:
+    lent, own = StandIn([answers.text("lent")], name="lent"), StandIn([answers.text("own")], name="own")
+    lent.health_body = {"engine": "lent", "region": "home", "policy": lent.policy(), "running": 0, "waiting": 0}
+    lent.health_body |= {"paused": False, "serves": None, "lent": "main", "loan": "lent"}
+    door = await mill.gateway(*[await mill.engine(each) for each in (lent, own)])
+    for number in range(8):
+        assert (await ask(door, "rollmill", f"s{number}"))[0] == 200
+    assert len(own.requests) == 8 and not lent.requests
+    own.alive = False
+    await until(lambda: _dead(door, 1))
+    reply = await door.say(await door.open("a"), [USER])
+    assert reply["choices"][0]["message"]["content"] == "lent"
+
+
 async def test_versions_are_numbers_of_a_line(mill: Mill, answers: Answers) -> None:
     """Version 9 of another line is no substitute for version 5 of the wanted one."""
     other, wanted = (
