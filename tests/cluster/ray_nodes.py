@@ -1,7 +1,4 @@
-"""Ray nodes for tests: each is a container of its own as far as files and processes go, with an address of its own.
-
-A node has its own mount and process namespaces: an empty /tmp, which hides all directories of the others and of the
-test, and its own home below it. Killing its first process kills everything on it at once, as a lost host would.
+"""Ray nodes for tests: each on a host of its own (hosts.py), with an address of its own.
 
 The head keeps what it knows in a redis-server outside of all nodes, if there is one: then it too may be lost.
 """
@@ -9,9 +6,7 @@ The head keeps what it knows in a redis-server outside of all nodes, if there is
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,21 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.hosts import Host, need_hosts, start_host
 from tests.processes import free_port
 
 PATIENCE_S = 240.0  # against hangs only
 WORKER_PORTS = 20_000  # Ray refuses an address among those that it gives to its workers
-# $1, $2: directories that the node sees too (the socket of PostgreSQL; this repository). The rest is the command.
-INSIDE = """
-mount --rbind /tmp /mnt && mount -t tmpfs tmpfs /tmp && mkdir /tmp/home
-for seen in "$1" "$2"; do
-  case "$seen" in /tmp/*) mkdir -p "$seen" && mount --rbind "/mnt${seen#/tmp}" "$seen" ;; esac
-done
-umount -l /mnt
-export HOME=/tmp/home
-shift 2; exec "$@"
-"""
-REPOSITORY = Path(__file__).parents[2]
 QUICK = {  # a node that does not answer is lost after about two seconds, not after half a minute
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
@@ -52,26 +37,8 @@ QUICK = {  # a node that does not answer is lost after about two seconds, not af
 
 
 @dataclass
-class Node:
+class Node(Host):
     address: str
-    log: Path
-    process: subprocess.Popen[bytes]
-
-    @property
-    def first(self) -> int:
-        """The pid of its first process, as this process sees it."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
-
-    def run(self, *command: str, **options: object) -> subprocess.Popen[str]:
-        """Start a command on the node."""
-        enter = ["nsenter", "-t", str(self.first), "-m", "-p", "env", "HOME=/tmp/home", *command]
-        return subprocess.Popen(enter, text=True, start_new_session=True, **options)  # type: ignore[call-overload,no-any-return]
-
-    def kill(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, IndexError):
-            os.kill(self.first, signal.SIGKILL)
-        self.process.wait(60)
 
 
 @dataclass
@@ -109,18 +76,9 @@ class Nodes:
         ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", f"--node-ip-address={own}"]
         ray += ["--disable-usage-stats", "--include-log-monitor=false", "--object-store-memory=80000000"]
         log = self.directory / f"node-{self.started}.log"
-        unshare = ["unshare", "-m", "-p", "--fork", "--mount-proc", "--kill-child"]
-        process = subprocess.Popen(
-            [
-                *(*unshare, "bash", "-c", INSIDE, "bash", str(self.seen), str(REPOSITORY)),
-                *(*ray, "--labels=region=home", *options),
-            ],
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **QUICK, **self.environment, **environment},
-            start_new_session=True,
-        )
-        return Node(own, log, process)
+        command = [*ray, "--labels=region=home", *options]
+        process = start_host(command, self.seen, log, {**QUICK, **self.environment, **environment})
+        return Node(log, process, own)
 
     def wait(self, nodes: Sequence[Node]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -160,8 +118,7 @@ def redis_server(directory: Path) -> Iterator[str]:
 def ray_nodes(directory: Path, seen: Path, environment: Mapping[str, str]) -> Iterator[Nodes]:
     """A head and two workers, in the region `home`."""
     pytest.importorskip("ray")
-    if os.getuid() != 0 or shutil.which("unshare") is None or shutil.which("nsenter") is None:
-        pytest.skip("nodes with files of their own need root, unshare and nsenter")
+    need_hosts()
     with redis_server(directory) as redis:
         nodes = Nodes(directory, seen, environment, redis)
         try:
