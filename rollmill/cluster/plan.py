@@ -1,11 +1,11 @@
 """What a run needs and yields on GPUs, from its configuration: memory, tokens per second, weight traffic.
 
 The rates are models with few constants, fitted to measurements on one H200 (tests/cluster/test_plan.py holds them
-against each of these; most are within 10 %). They say which layout to try first. Several GPUs are taken to add up,
+against each of these, within 10 %). They say which layout to try first. Several GPUs are taken to add up,
 which was not measured.
 
     trainer   products, attention and memory traffic at `EFFICIENCY` of what the GPU can do
-    engine    reading weights and keys per decode step, and the time of the host, which grows with the batch
+    engine    reading weights and keys per decode step, and what else a step takes, which grows with the batch
     deltas    their size by learning rate, as recorded with real optimizer steps (docs/log/2026-11-15-weights.md)
 """
 
@@ -23,8 +23,9 @@ from rollmill.training.config import TrainingConfig
 from rollmill.training.kept import HEAD_BYTES, STATE_BYTES, fitting_tokens, kept_bytes, recomputes_mlp
 from rollmill.training.stage import RolloutSettings, StageSection
 
-EFFICIENCY = 0.76  # of a training step: what it would take at full speed over what it takes
-HOST_STEP_S, HOST_SEQUENCE_S = 1.1e-3, 11.5e-6  # of a decode step: always, and per sequence
+EFFICIENCY = 0.81  # of a training step: what it would take at full speed over what it takes
+DECODE_S = 0.85e-3  # of a decode step, beside reading: always. Batches of up to four take less
+SEQUENCE_S, MIXTURE_SEQUENCE_S = 1.9e-6, 3.3e-6  # and per sequence: a dense model, a mixture
 BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # times smaller than all bytes, by learning rate
 DENSE_DELTAS = {1e-7: 642.0, 1e-6: 111.0, 1e-5: 24.0, 1e-4: 6.0}
@@ -228,9 +229,8 @@ def decode_seconds(model: ModelConfig, form: str, gpu: Gpu, batch: int, context:
     idle = experts * model.experts * (1 - read)
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.width
     weights = (all_parameters(model) - embedding - idle) * BYTES_PER_WEIGHT[form]
-    return (weights + batch * context * cache_bytes(model)) / (gpu.bandwidth * gpus) + (
-        HOST_STEP_S + HOST_SEQUENCE_S * batch
-    )
+    each = MIXTURE_SEQUENCE_S if model.experts else SEQUENCE_S
+    return (weights + batch * context * cache_bytes(model)) / (gpu.bandwidth * gpus) + DECODE_S + each * batch
 
 
 def delta_bytes(model: ModelConfig, form: str, lr: float) -> float:
