@@ -131,7 +131,11 @@ def item_name(table: Any) -> str:
 def explain_problems(model: type[Config], error: ValidationError) -> str:
     """Every problem of a tree that is not a `model`, in one line. An unknown key gets the nearest valid one."""
     lines = []
-    for problem in error.errors():
+    problems = error.errors()
+    inside = {problem["loc"][:1] for problem in problems if problem["loc"][1:]}
+    for problem in problems:
+        if problem["type"] == "too_short" and problem["loc"] in inside:
+            continue  # its tables are wrong, which is said of each
         path, siblings = _locate(model, problem["loc"])
         where = ".".join(path) or "(top level)"
         cause = problem.get("ctx", {}).get("error")
@@ -170,7 +174,8 @@ def _nearest(model: type[Config], path: list[str], siblings: list[str]) -> str:
     beside = [(_likeness(key, name), ".".join([*parents, name])) for name in siblings]
     # a key of another section must be clearly more alike than a key of this one
     elsewhere = [(_likeness(key, path.rpartition(".")[2]) - 0.2, path) for path in _paths(model)]
-    likeness, nearest = max([*beside, *elsewhere], key=lambda candidate: candidate[0], default=(0.0, ""))
+    candidates = sorted([*beside, *elsewhere], key=lambda candidate: candidate[1].count("."))  # of equals, the highest
+    likeness, nearest = max(candidates, key=lambda candidate: candidate[0], default=(0.0, ""))
     return f"; did you mean {nearest!r}?" if likeness >= 0.5 else f"; valid keys here: {', '.join(siblings)}"
 
 

@@ -85,7 +85,19 @@ class KindSection(Config):
         try:
             return section.model_validate_json(json.dumps({**value, "kind": kind}))
         except ValidationError as error:
-            raise ConfigError(f'[{slot.section}] kind = "{kind}": {explain_problems(section, error)}') from None
+            message = f'[{slot.section}] kind = "{kind}": {explain_problems(section, error)}'
+            raise ConfigError(message, hint=cls._of_another_kind(error)) from None
+
+    @classmethod
+    def _of_another_kind(cls, error: ValidationError) -> str | None:
+        """Says which other kinds have a setting that this one does not have."""
+        for problem in error.errors():
+            if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+                [name] = problem["loc"]
+                kinds = [kind for kind in cls._slot.built_in if name in _section_of(cls, kind).model_fields]
+                if kinds:
+                    return f"{name!r} is a setting of kind = {' and '.join(map(repr, kinds))}"
+        return None
 
 
 @functools.cache

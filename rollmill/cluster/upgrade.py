@@ -47,7 +47,13 @@ def _with_stages(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_moved(tree: dict[str, Any]) -> None:
-    """Raise ConfigError for a setting of an early configuration that is now in a stage or in [[engines]]."""
+    """Raise ConfigError for a setting of an early configuration that is now in a stage or in [[engines]], and for
+    [trainer], which one may expect beside [gateway] and [dispatcher]."""
+    if "trainer" in tree:
+        raise ConfigError(
+            "there is no section [trainer]: every stage has its own settings of the trainer",
+            hint="ranks, with one GPU each: stages.rl.training.ranks=2; the nodes for it: labels.trainer in [cluster]",
+        )
     if "regions" in tree:
         raise ConfigError(
             "'regions' is replaced by [[engines]]",

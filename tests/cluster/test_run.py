@@ -42,6 +42,10 @@ from tests.cluster.conftest import make_config
         ('engines=[{region="../away"}]', "region: String should match pattern"),
         ("engines=[{count=0}]", "count: "),
         ("engines=[{cuont=2}]", "unknown key 'cuont'; did you mean 'count'?"),
+        ("trainer.ranks=2", "there is no section [trainer]"),
+        ("machines.hosts=['https://a']", "unknown key 'machines'; did you mean 'machine'?"),
+        ("machine.hosts=['https://a']", "'hosts' is a setting of kind = 'remote'"),
+        ("scale=auto", "unknown key 'scale'; did you mean 'balance.scale'?"),
         ("engines=[{kind='vlm'}]", "[engines] kind = 'vlm' is unknown"),
         ("engines=[{form='fp9'}]", "form: Input should be 'bf16', 'fp8' or 'nvfp4'"),
         ("engines=[]", "engines: "),
@@ -52,6 +56,8 @@ def test_a_wrong_configuration_is_named_with_its_place(override: str, complaint:
     with pytest.raises(ConfigError) as raised:
         make_config(override)
     assert complaint in raised.value.message
+    # that a list is empty is said only if nothing was in it
+    assert ("after validation" in raised.value.message) == (override == "engines=[]")
 
 
 def test_several_dispatchers_cannot_listen_at_one_port() -> None:
