@@ -62,7 +62,9 @@ def test_files_parse_and_name_what_exists() -> None:
     cluster = job["spec"]["rayClusterSpec"]
     assert job["kind"] == "RayJob" and f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text()
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    assert {group["rayStartParams"]["labels"] for group in groups} == {"region=home", "region=away"}
+    # KubeRay refuses labels in rayStartParams, and needs Ray's dashboard
+    assert [group["labels"]["region"] for group in groups] == ["home", "home", "away"]
+    assert not any("labels" in group["rayStartParams"] for group in groups) and "'ray[default]'" in image
     assert all(group["template"]["spec"]["containers"][0]["envFrom"] for group in groups)
 
     task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
