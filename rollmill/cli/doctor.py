@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -170,7 +171,7 @@ def _virtual_machines() -> list[Check]:
         why, _, remedy = found.partition("\nhint: ")
         return [Check("machines (qemu)", "warn", why, f'only for [machine] kind = "qemu": {remedy}')]
     text = f"a command ran {found.start_s:.1f} s after the request; {found.capabilities.slowdown:.0f} times slower"
-    return [Check("machines (qemu)", "ok", text)]
+    return [Check("machines (qemu)", "ok", text, f"without KVM: {found.why_no_kvm}" if found.why_no_kvm else "")]
 
 
 def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) -> dict[str, Probed | str]:
@@ -190,7 +191,8 @@ def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) 
     async def attempt(kind: str) -> Probed | str:
         host = made[kind]()
         try:
-            return await probe(host)
+            found = await probe(host)
+            return replace(found, why_no_kvm=host.why_no_kvm) if isinstance(host, QemuHost) else found
         except (RollmillError, OSError) as error:
             return str(error)
         finally:

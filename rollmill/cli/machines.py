@@ -41,7 +41,6 @@ def doctor() -> None:
     import asyncio
 
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     from rollmill.cli.doctor import probe_machines
@@ -49,24 +48,29 @@ def doctor() -> None:
     from rollmill.environments.machines.namespace.emulation import other
     from rollmill.environments.machines.process_snapshot import try_process_snapshot
 
-    table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore", "why not")
-    works = False
-    for kind, found in probe_machines().items():
+    table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore")
+    reasons = []  # below the table: a sentence is hard to read in a narrow column
+    tried = probe_machines()
+    for kind, found in tried.items():
         if isinstance(found, str):
-            table.add_row("[yellow]no[/]", kind, "", "", "", "", "", escape(found))
+            table.add_row("[yellow]no[/]", kind)
+            reasons.append(f"{kind}: no. {found.removeprefix('machine: ')}")
             continue
-        works = True
         able = found.capabilities
         times = (f"{found.start_s * 1000:.0f} ms", f"{found.restore_s * 1000:.0f} ms")
         kept = "memory and files" if able.snapshot == "full" else able.snapshot
-        table.add_row("[green]ok[/]", kind, able.kernel, kept, f"{able.slowdown:.1f}", *times, "")
+        table.add_row("[green]ok[/]", kind, able.kernel, kept, f"{able.slowdown:.1f}", *times)
+        if found.why_no_kvm is not None:
+            reasons.append(f"{kind}: without KVM, so processors are emulated. {found.why_no_kvm}")
     Console().print(table)
+    for reason in reasons:
+        typer.echo(reason)
     saved = asyncio.run(try_process_snapshot())
     answer = f"possible, but no kind offers them yet. {saved.words}" if saved.works else f"no. {saved.words}"
     typer.echo(f"snapshots of the processes of namespace machines: {answer}")
     why = asyncio.run(try_emulation(other()))
     typer.echo(f"programs for {other()} in namespace machines: {'yes, emulated' if why is None else f'no. {why}'}")
-    if not works:
+    if all(isinstance(found, str) for found in tried.values()):
         raise typer.Exit(1)
 
 

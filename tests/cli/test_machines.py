@@ -45,6 +45,10 @@ def test_setup_without_root_says_what_to_install(
     told = rollmill("machines", "doctor")
     assert "is not" in told.out and "rollmill machines setup" in told.out
     assert "processes of namespace machines: no. " in told.out, "and why not"
+    whole = (
+        "firecracker: no. firecracker is not installed\nhint: install `firecracker` and `jailer` of the same release"
+    )
+    assert whole in told.out, "no reason is broken into a narrow column"
 
 
 def test_without_setpriv_there_are_no_virtual_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ _MOST_BYTES = 1 << 16
 REFERENCE: Facts = {
     "hardware": {
         "processor is described": True,
+        "processor is an emulator": False,
         "more than one processor": True,
         "a GiB of memory": True,
         "/sys lists processors": True,

@@ -15,7 +15,7 @@ import time
 
 TOOLS = "apt awk bash curl diff dpkg find git gzip ip less make man nano ps python3 sed ssh sudo tar top vi".split()
 _DISK_FORMATS = ("ext4", "ext3", "xfs", "btrfs", "zfs")
-_EMULATORS = re.compile(r"qemu|bochs|firecracker|linux,dummy-virt", re.I)
+_EMULATORS = re.compile(r"qemu|bochs|seabios|standard pc|firecracker|linux,dummy-virt", re.I)
 
 
 def text(path):
@@ -43,10 +43,13 @@ def status():
 
 
 def hardware():
-    maker = text("/sys/class/dmi/id/sys_vendor") + text("/proc/device-tree/model")
+    strings = ("sys_vendor", "product_name", "product_version", "chassis_vendor", "bios_vendor")
+    maker = "".join(text(f"/sys/class/dmi/id/{name}") for name in strings) + text("/proc/device-tree/model")
+    processor = text("/proc/cpuinfo")
     memory = re.findall(r"MemTotal:\s+(\d+)", text("/proc/meminfo"))
     return {
-        "processor is described": bool(re.search(r"model name|CPU implementer", text("/proc/cpuinfo"))),
+        "processor is described": bool(re.search(r"model name|CPU implementer", processor)),
+        "processor is an emulator": bool(_EMULATORS.search(processor)),
         "more than one processor": (os.cpu_count() or 1) > 1,
         "a GiB of memory": bool(memory) and int(memory[0]) >= 1 << 20,
         "/sys lists processors": bool(text("/sys/devices/system/cpu/online")),

@@ -15,6 +15,7 @@ class Probed:
     capabilities: Capabilities
     start_s: float  # until the first command of a machine had ended, in a host that has started one before
     restore_s: float  # the same, of a machine that is restored from a snapshot
+    why_no_kvm: str | None = None  # of a virtual machine that could have used it
 
 
 async def probe(host: MachineHost, image: str = BUILT_IN) -> Probed:

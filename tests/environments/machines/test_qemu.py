@@ -10,6 +10,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import pytest_asyncio
 
 from rollmill.environments.harnesses.command import CommandConfig, CommandHarness
 from rollmill.environments.machine import Snapshot
+from rollmill.environments.machines import fidelity
 from rollmill.environments.machines.images import BUILT_IN, load_image
 from rollmill.environments.machines.pool import Pool, PoolConfig
 from rollmill.environments.machines.probe import probe
@@ -30,6 +32,7 @@ from rollmill.environments.machines.qemu import ram
 from rollmill.environments.machines.qemu.host import QemuHost
 from rollmill.environments.machines.qemu.launch import start
 from rollmill.environments.machines.qemu.machine import QemuMachine
+from rollmill.environments.machines.qemu.parts import kernel_directory
 from rollmill.environments.machines.qemu.vm import Saved, Vm
 from rollmill.environments.task import Task
 from rollmill.environments.trees import get_tree, put_tree
@@ -40,6 +43,8 @@ from tests.environments.machines.virtual import CONFIG, qemu_host, run_python  #
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 LONG_S = 120.0
+MAC = "/sys/class/net/eth0/address"
+HAS_INTERFACE = (kernel_directory() / "dummy.ko").is_file()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -109,7 +114,7 @@ async def test_a_fork_bomb_and_a_flood_of_files_cost_only_themselves(machine: Qe
 
 
 async def test_clones_do_not_repeat_each_other(qemu_host: QemuHost) -> None:  # noqa: F811
-    """The first random numbers of each clone, which without renewal are the same in all of them; and the time."""
+    """The first random numbers of each clone and its MAC, which without renewal are the same in all; and the time."""
     clones = [await qemu_host.create(BUILT_IN) for _ in range(6)]
     program = "import os, random, time, uuid; print(os.urandom(16).hex(), random.random(), uuid.uuid4(), time.time())"
     values = [(await run_python(clone, program)).split() for clone in clones]
@@ -118,6 +123,15 @@ async def test_clones_do_not_repeat_each_other(qemu_host: QemuHost) -> None:  # 
         assert len({value[column] for value in values}) == 6, values
     for value in values:  # the template is older than this
         assert now - LONG_S < float(value[3]) < now + 1
+    if not HAS_INTERFACE:
+        pytest.skip("the rest, of MAC addresses: the kernel here was taken without `dummy`")
+    [fork] = await clones[0].fork(1)
+    clones.append(fork)
+    addresses = [(await clone.exec(["cat", MAC], timeout_s=LONG_S)).output for clone in clones]
+    assert len(set(addresses)) == 7 and all(re.fullmatch(rb"02(:[0-9a-f]{2}){5}\n", each) for each in addresses)
+    await clones[0].pause()
+    await clones[0].resume()
+    assert (await clones[0].exec(["cat", MAC], timeout_s=LONG_S)).output == addresses[0], "it is the same machine"
     await asyncio.gather(*(clone.close() for clone in clones))
 
 
@@ -274,7 +288,7 @@ def _cpu_ticks(machine: QemuMachine) -> int:
 async def test_a_guest_has_no_network_and_no_way_to_its_own_control(machine: QemuMachine) -> None:
     program = """
 import json, os, socket
-found = {"interfaces": os.listdir("/sys/class/net"), "opened": [], "user": os.getuid()}
+found = {"interfaces": sorted(os.listdir("/sys/class/net")), "opened": [], "user": os.getuid()}
 for path in ("/dev/vport0p1", "/dev/vport0p2", "/dev/mem", "/dev/kmsg", "/dev/console", "/proc/1/mem", "/proc/kcore"):
     try:
         open(path, "rb"); found["opened"].append(path)
@@ -294,7 +308,17 @@ found["code"] = [where for where in ("/init", "/opt/modules") if os.path.exists(
 print(json.dumps(found))
 """
     found = json.loads(await run_python(machine, program))
-    assert found == {"interfaces": ["lo"], "opened": [], "user": 1000, "code": []}
+    assert found == {"interfaces": ["eth0"] * HAS_INTERFACE + ["lo"], "opened": [], "user": 1000, "code": []}
+
+
+async def test_no_string_of_the_hardware_names_an_emulator(machine: QemuMachine) -> None:
+    found = fidelity.compare(await fidelity.look(machine), fidelity.REFERENCE)
+    same = {item for item, (distance, _) in found.items.items() if distance == 0}
+    assert same >= {"init", "users", "home", "shell history", "clock", "locale"}, found
+    told = {difference.fact for difference in found.items["hardware"][1]}
+    assert "processor is an emulator" not in told
+    assert os.uname().machine != "x86_64" or "maker is an emulator" not in told  # on Arm the device tree says it
+    assert found.distance <= 0.17, found
 
 
 async def test_a_pool_has_guests_ready_and_pauses_those_that_nobody_uses(qemu_host: QemuHost) -> None:  # noqa: F811

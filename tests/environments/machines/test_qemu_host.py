@@ -123,17 +123,20 @@ async def test_kvm_is_used_if_a_guest_boots_in_time(
     stand_in: StandInQemu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here it boots with neither: with KVM nothing answers, and without it QEMU ends at once."""
-    (tmp_path / "kvm").touch()
+    (tmp_path / "kvm").touch(0o666)
     monkeypatch.setitem(hosts._BOOT_S, "kvm", 0.05)
+
+    whys: list[str] = []
 
     async def tried(device: Path, config: QemuConfig | None = None) -> list[str]:
         before, files = len(stand_in.notes()), set(os.listdir("/proc/self/fd"))
-        for module in (hosts, launch):
-            monkeypatch.setattr(module, "KVM", device)
+        monkeypatch.setattr(launch, "KVM", device)
         host = QemuHost(config)
-        with pytest.raises(MachineError, match="a virtual machine did not start"):
-            await host.create(BUILT_IN)
+        for _ in range(2):
+            with pytest.raises(MachineError, match="a virtual machine did not start"):
+                await host.create(BUILT_IN)
         assert not host._running
+        whys.append(host.why_no_kvm or "")
         await host.close()
         await asyncio.sleep(0)
         assert set(os.listdir("/proc/self/fd")) <= files
@@ -141,7 +144,30 @@ async def test_kvm_is_used_if_a_guest_boots_in_time(
         assert not any(Path(f"/proc/{note['pid']}").exists() for note in notes)
         return [note["accelerator"] for note in notes]
 
-    assert await tried(tmp_path / "kvm") == ["kvm", "tcg"]
-    assert await tried(tmp_path / "absent") == ["tcg"]
-    assert await tried(tmp_path / "kvm", QemuConfig(accelerator="kvm")) == ["kvm"]
-    assert await tried(tmp_path / "kvm", QemuConfig(accelerator="tcg")) == ["tcg"]
+    assert await tried(tmp_path / "kvm") == ["kvm", "tcg", "tcg"], "not tried again for the next template"
+    assert await tried(tmp_path / "absent") == ["tcg", "tcg"]
+    assert await tried(tmp_path / "kvm", QemuConfig(accelerator="kvm")) == ["kvm", "kvm"]
+    assert await tried(tmp_path / "kvm", QemuConfig(accelerator="tcg")) == ["tcg", "tcg"]
+    assert "no guest boots with KVM" in whys[0] and "there is no" in whys[1] and whys[2:] == ["", ""]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives QEMU a user of its own")
+def test_kvm_that_only_root_may_open_is_not_for_qemu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path / "kvm"
+    device.touch()
+    monkeypatch.setattr(launch, "KVM", device)
+    monkeypatch.setattr(launch, "_may_use", lambda user: True)
+    shape = Shape(Parts(ARCHITECTURES["x86_64"], "qemu", "setpriv", Path(os.devnull), (), None), "kvm", 256)
+    for group, mode, opens in (
+        (0, 0o600, False),
+        (0, 0o660, False),
+        (993, 0o640, False),
+        (993, 0o660, True),
+        (0, 0o666, True),
+    ):
+        os.chown(device, 0, group)
+        device.chmod(mode)
+        why = launch.why_no_kvm()
+        assert (why is None) == opens and (opens or "chgrp kvm" in str(why)), (group, mode, why)
+        words = launch._guard(shape)
+        assert ("993" in words) == (group == 993) and ("--clear-groups" in words) == (group == 0), "never that of root"

@@ -59,7 +59,7 @@ def find_parts(kernel: str | None = None) -> FirecrackerParts:
             f"a kernel for Firecracker's guests and its vsock modules are not in {place}",
             hint=f"delete its vmlinuz if it is there; {SETUP}. Or set `machine.kernel`",
         )
-    names = MODULES[:2] + VSOCK_MODULES if kernel is None else ()
+    names = (*MODULES[:2], *VSOCK_MODULES, MODULES[-1]) if kernel is None else ()
     modules = load_order(names, place)
     source = place / "vmlinuz" if kernel is None else Path(kernel)
     return FirecrackerParts(

@@ -20,7 +20,7 @@ from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.images import Image, obtain_image
 from rollmill.environments.machines.os_layer import python_version
 from rollmill.environments.machines.qemu import initramfs, ram
-from rollmill.environments.machines.qemu.launch import KVM, Accelerator, Shape
+from rollmill.environments.machines.qemu.launch import Accelerator, Shape, why_no_kvm
 from rollmill.environments.machines.qemu.machine import QemuMachine, state_of
 from rollmill.environments.machines.qemu.parts import find_parts
 from rollmill.environments.machines.qemu.vm import Saved, StateRefused, Vm
@@ -65,6 +65,7 @@ class QemuHost:
         # by packages, operating system and services
         self._templates: dict[tuple[str | None, str | None, str | None], asyncio.Task[Template]] = {}
         self._running: set[Vm] = set()
+        self.why_no_kvm: str | None = None  # it is not tried again for the next template
         self._starting = asyncio.Semaphore(os.cpu_count() or 1)  # more at once only slow each other down
 
     async def create(
@@ -126,11 +127,12 @@ class QemuHost:
         chosen: Accelerator | None = self.config.accelerator if own else "tcg"  # KVM runs this host's architecture only
         if chosen is not None:
             return await self._boot(Shape(parts, chosen, self.config.memory_mb), image)
-        if os.access(KVM, os.R_OK | os.W_OK):  # whether it works, only a boot tells
+        self.why_no_kvm = self.why_no_kvm or why_no_kvm()
+        if self.why_no_kvm is None:
             try:
                 return await self._boot(Shape(parts, "kvm", self.config.memory_mb), image)
-            except MachineError:
-                pass
+            except MachineError as error:
+                self.why_no_kvm = f"no guest boots with KVM within {_BOOT_S['kvm']:.0f} s: {error.message}"
         return await self._boot(Shape(parts, "tcg", self.config.memory_mb), image)
 
     async def _boot(self, shape: Shape, image: Image) -> Template:

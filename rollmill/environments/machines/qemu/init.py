@@ -4,7 +4,8 @@ It runs inside the guest and imports only the standard library and the agent. It
 files and commands go to the agent (namespace/agent.py), in a process of its own that has given up its rights. Requests
 to this process come from the host alone:
 
-    {"op": "renew", "time_ns", "restored"} + random bytes   {}: the bytes are in the entropy pool, the clock is set
+    {"op": "renew", "time_ns", "restored", "mac"} + random bytes   {}: the bytes are in the entropy pool, the clock is
+                                                         set, and eth0 has this address if one is given
     {"op": "ports"} + mark                               {}: a process carries connections over the third port
     {"op": "ping"}                                       {}
     {"op": "hold"}                                       {}: no other process runs until the next request
@@ -27,6 +28,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import struct
 import sys
 import time
@@ -41,6 +43,11 @@ _NOBODY = 65534
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 _FINIT_MODULE = {"aarch64": 273, "x86_64": 313}
 _POWER_OFF = 0x4321FEDC
+_CLONE_NEWTIME = 0x80
+_UP_S = 953_117  # eleven days
+_DUMMY, _INTERFACE, _ADDRESS = "dummy0", "eth0", bytes([10, 0, 0, 15])
+_SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFNAME, _SIOCSIFHWADDR = 0x8914, 0x8916, 0x891C, 0x8923, 0x8924
+_IFF_UP, _IFF_BROADCAST, _ETHERNET = 1, 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _relayed: dict[str, int] = {}  # open files in place of virtio ports, where the host comes over vsock
 
@@ -66,9 +73,11 @@ def _run() -> None:
     if facts["over_vsock"]:
         _relayed.update(relay.start((AGENT_PORT, INIT_PORT, PORTS_PORT)))
     port = _open_port(INIT_PORT)
+    _set_up_interface()
     _allow_holding()
     plan = agent.Plan.of(_limits(facts["limits"]))
     _become_plain(facts)
+    _look_older()
     started = _start_agent(plan)
     _serve(port, started)
 
@@ -112,6 +121,34 @@ def _allow_holding() -> None:
         setting = os.open("/proc/sys/kernel/sched_rt_runtime_us", os.O_WRONLY | os.O_CLOEXEC)
         os.write(setting, b"-1")
         os.close(setting)
+
+
+def _set_up_interface() -> None:
+    """An interface with an address and nothing behind it, as a computer has one. Without routes: whoever wants to
+    reach something is told at once that it cannot. With IPv6, the address of the template would stay visible."""
+    if not os.path.exists(f"/sys/class/net/{_DUMMY}"):
+        return  # a kernel without it
+    _configure(_DUMMY, _SIOCSIFNAME, _INTERFACE.encode())
+    setting = os.open(f"/proc/sys/net/ipv6/conf/{_INTERFACE}/disable_ipv6", os.O_WRONLY | os.O_CLOEXEC)
+    os.write(setting, b"1")
+    os.close(setting)
+    _configure(_INTERFACE, _SIOCSIFADDR, struct.pack("HH4s", socket.AF_INET, 0, _ADDRESS))
+    _configure(_INTERFACE, _SIOCSIFNETMASK, struct.pack("HH4s", socket.AF_INET, 0, b"\xff" * 4))
+    _configure(_INTERFACE, _SIOCSIFFLAGS, struct.pack("H", _IFF_UP | _IFF_BROADCAST))
+
+
+def _configure(interface: str, operation: int, value: bytes) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, operation, struct.pack("16s24s", interface.encode(), value))
+
+
+def _look_older() -> None:
+    """For processes that begin from here on, the guest has been up for days, as servers are: a time namespace."""
+    if _libc.unshare(_CLONE_NEWTIME) < 0:
+        return  # a kernel without it
+    offsets = os.open("/proc/self/timens_offsets", os.O_WRONLY | os.O_CLOEXEC)
+    os.write(offsets, b"monotonic %d 0\nboottime %d 0\n" % (_UP_S, _UP_S))
+    os.close(offsets)
 
 
 def _limits(given: dict[str, int]) -> agent.Limits:
@@ -177,6 +214,9 @@ def _serve(port: int, agent_pidfd: int) -> None:
         header, body = request
         if header["op"] == "renew":
             _renew(entropy, header["time_ns"], body)
+            if "mac" in header and os.path.exists(f"/sys/class/net/{_INTERFACE}"):
+                address = struct.pack("H6s", _ETHERNET, bytes.fromhex(header["mac"]))
+                _configure(_INTERFACE, _SIOCSIFHWADDR, address)
         if held or header["op"] == "hold":
             held = header["op"] == "hold"
             _hold(held)

@@ -121,11 +121,31 @@ def guard(setpriv: str, *options: str) -> list[str]:
 def _guard(shape: Shape) -> list[str]:
     """QEMU dies with us and gets no new rights. If we are root, it is a user who owns nothing."""
     options = ["--no-new-privs"]
-    if os.geteuid() == 0 and _may_use(_FIRST_USER + _USERS):
+    if _has_own_user():
         user = str(_FIRST_USER + next(_users) % _USERS)
-        groups = ["--groups", str(KVM.stat().st_gid)] if shape.accelerator == "kvm" else ["--clear-groups"]
+        group = KVM.stat().st_gid if shape.accelerator == "kvm" else 0
+        groups = ["--groups", str(group)] if group else ["--clear-groups"]  # never that of root
         options += ["--reuid", user, "--regid", user, *groups]
     return guard(shape.parts.setpriv, *options)
+
+
+def why_no_kvm() -> str | None:
+    """Why QEMU cannot open KVM's device; None if it can. Whether KVM works, only a boot tells."""
+    try:
+        device = KVM.stat()
+    except OSError:
+        return f"there is no {KVM}"
+    if not os.access(KVM, os.R_OK | os.W_OK):
+        return f"this user may not open {KVM}"
+    by_group, by_all = (device.st_mode & bits == bits for bits in (0o060, 0o006))
+    if _has_own_user() and not by_all and not (by_group and device.st_gid != 0):
+        remedy = f"chgrp kvm {KVM}; chmod 660 {KVM}"
+        return f"only root may open {KVM}, and QEMU runs as a user of its own. It may with a group: {remedy}"
+    return None
+
+
+def _has_own_user() -> bool:
+    return os.geteuid() == 0 and _may_use(_FIRST_USER + _USERS)
 
 
 def _may_use(user: int) -> bool:
@@ -145,6 +165,7 @@ def _machine(shape: Shape, memory: int, sockets: list[int], *, booting: bool) ->
     words += ["-object", f"memory-backend-file,id=m0,size={size},mem-path={_path(memory)},share={share}"]
     words += ["-chardev", f"socket,id=monitor,fd={monitor}", "-mon", "chardev=monitor,mode=control"]
     words += ["-chardev", "stdio,id=console,signal=off" if booting else "null,id=console", "-serial", "chardev:console"]
+    words += [word for table in arch.tables for word in ("-smbios", table)]
     words += ["-device", "virtio-serial-pci"]
     for number, (name, file) in enumerate((("agent", agent), ("init", init), ("ports", ports)), 1):
         words += ["-chardev", f"socket,id={name},fd={file}"]

@@ -21,6 +21,7 @@ MODULES = (
     "virtio_pci_modern_dev",
     "virtio_pci",
     "virtio_console",
+    "dummy",  # a network interface with nothing behind it
 )
 # of Firecracker's guests, which are reached over vsock
 VSOCK_MODULES = ("virtio_mmio", "vsock", "vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport")
@@ -43,6 +44,7 @@ class Architecture:
     machine: str
     cpu: str  # under emulation
     console: str
+    tables: tuple[str, ...] = ()  # arguments: what its firmware says of its maker
 
 
 ARCHITECTURES = {
@@ -63,8 +65,13 @@ ARCHITECTURES = {
         "qemu-system-x86",
         "linux-image-cloud-amd64",
         "q35",
-        "qemu64",
+        "qemu64,model-id=AMD Athlon(tm) 64 X2 Dual Core Processor 4000+",  # the family and model that qemu64 has
         "ttyS0",
+        (  # as boards are sold whose seller has left the names as they were
+            "type=0,vendor=coreboot,version=4.18,date=11/14/2022",
+            "type=1,manufacturer=System manufacturer,product=System Product Name,version=System Version",
+            "type=3,manufacturer=System manufacturer,version=1.0",
+        ),
     ),
 }
 

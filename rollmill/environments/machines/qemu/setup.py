@@ -44,7 +44,9 @@ def set_up(say: Callable[[str], None], name: str | None = None) -> None:
     if shutil.which("setpriv") is None:
         _install(["util-linux"], say)
     say(f"QEMU: {shutil.which(arch.program)}")
-    if not (place / "vmlinuz").is_file():
+    if not all(
+        (place / name).is_file() for name in ("vmlinuz", "dummy.ko")
+    ):  # earlier releases did not take the second
         _fetch_kernel(arch, place)
     say(f"kernel: {place / 'vmlinuz'}")
     if parts.needs_preload():
