@@ -40,6 +40,26 @@ async def test_an_agent_that_compacts_by_itself_is_a_chain(mill: Mill, answers: 
         assert credit_T[segment.sampled].all(), "the reward reaches every answer of the chain"
 
 
+async def test_a_header_declares_why_a_context_begins(mill: Mill, answers: Answers) -> None:
+    """Nothing in the texts shows it. Without the header it is an edit, and with a wrong one a bad request."""
+    door = await mill.gateway(await mill.engine(StandIn([answers.text(text) for text in ("a", "b", "c", "d")])))
+    door.trajectories.create("r", "g", "task", ["t"], {})
+    key = await door.open("t")
+    asked: list[tuple[str, dict[str, str]]] = [
+        ("Fix it.", {}),
+        ("Look for it.", {"x-rollmill-cause": "sub_agent"}),
+        ("Go on.", {"x-rollmill-cause": "summary", "x-rollmill-parent": "t.0"}),
+        ("Other.", {}),
+    ]
+    for text, headers in asked:
+        assert (await door.ask(key, [{"role": "user", "content": text}], headers))[0] == 200
+    status, error = await door.ask(key, [{"role": "user", "content": "x"}], {"x-rollmill-cause": "edit"})
+    assert status == 400 and "x-rollmill-cause" in error["error"]["message"]
+    segments = (await door.seal("t")).segments
+    assert [segment.cause for segment in segments] == ["start", "sub_agent", "summary", "edit"]
+    assert [segment.parent and segment.parent[0] for segment in segments[:3]] == [None, "t.0", "t.0"]
+
+
 async def test_the_gateway_tells_the_window_of_its_engines(mill: Mill, answers: Answers) -> None:
     engines = [StandIn([answers.text("x")], serves={"kind": "line", "name": "main", "context": n}) for n in (512, 384)]
     door = await mill.gateway(*[await mill.engine(each) for each in engines])
