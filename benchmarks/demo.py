@@ -9,7 +9,7 @@ What decides the figures:
   teacher.
 - The list `held out` is the one that the demo's recipe was tuned on. The list `fresh` was never used for that.
 
-Every run is the whole circle with real processes. `--quick` shrinks one seed to under a minute: it shows that the
+Every run is the whole loop with real processes. `--quick` shrinks one seed to under a minute: it shows that the
 benchmark runs, not what the demo learns.
 """
 

@@ -1,4 +1,4 @@
-"""A run with the events of a whole circle (simulated), real stores, and the dashboard over real HTTP."""
+"""A run with the events of a whole run (simulated), real stores, and the dashboard over real HTTP."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Script:
 
 
 def demo_run(steps: int = 60, seed: int = 0) -> Script:
-    """The whole circle: mid-train, evaluate, reinforce on two engines, evaluate again."""
+    """The whole loop: mid-train, evaluate, reinforce on two engines, evaluate again."""
     script = Script(seed)
     _midtrain(script)
     _evaluate(script, "before", 1, 0)
