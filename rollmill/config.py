@@ -19,7 +19,7 @@ from pydantic_core import core_schema
 
 from rollmill.errors import ConfigError
 
-NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"  # of runs, stages and regions: they name lines, directories and objects
+NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"  # of runs, stages and regions: lines, directories and objects are named after them
 
 
 class LocalPath(str):
@@ -71,7 +71,7 @@ def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()
 
 
 def override_config(model: type[C], tree: dict[str, Any], overrides: Sequence[str], source: str) -> C:
-    """Lay `key.path=value` overrides over a tree and validate it. Changes the tree."""
+    """Apply `key.path=value` overrides to a tree, in place, and validate it."""
     for override in overrides:
         _apply_override(tree, override)
     return validate_config(model, tree, source)

@@ -1,4 +1,4 @@
-"""The nouns that cross package borders. Plain data, numpy at most, no torch.
+"""The types that several packages share. Plain data and numpy arrays, no torch.
 
 The central record is the Segment. Two turns of a conversation, as the trainer gets them (P prompt, A sampled by the
 policy, T tool result):
@@ -39,7 +39,7 @@ class Version:
 
 
 def same_line(first: str, second: str) -> bool:
-    """Whether both are one line. A successor (rl.2) goes on with its line (rl) on other hardware, and counts as it."""
+    """Whether both names mean one line: a successor (rl.2) continues its line (rl), for example on other hardware."""
     return first == second or _origin(first) == _origin(second)
 
 
@@ -63,7 +63,7 @@ class Sampling:
     """How tokens are drawn. Log-probs are recorded under this exact distribution.
 
     In this order: penalties and biases change the logits, the temperature divides them, the grammar excludes tokens,
-    then min_p, top_k and top_p do. Each cut counts the probabilities that the one before it has left.
+    then min_p, top_k and top_p do. Each works on the probabilities that the one before it has left.
     """
 
     temperature: float = 1.0
@@ -76,9 +76,9 @@ class Sampling:
     grammar: str | None = None
     min_p: float = 0.0  # tokens with less than this share of the largest probability are excluded
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the answer
-    frequency_penalty: float = 0.0  # subtracted as often as the token is in the answer
+    frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the answer
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in the context
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value that is added to its logit)
 
     @property
     def trainable(self) -> bool:
@@ -93,7 +93,7 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether there are penalties or biases. The recorded tokens say what they do."""
+        """Whether there are penalties or biases. The trainer computes them again from the recorded tokens."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalties or self.logit_bias)
 
@@ -113,7 +113,7 @@ class Span:
     ended_at: float
     oldest_kv_policy: int  # index into the segment's policies: the oldest weights that wrote KV this span attended to
     missing: str = ""  # what the engine did not report; such a span is not trained on
-    answered: int = 0  # tokens of the same answer before this span: an answer may go on at another engine
+    answered: int = 0  # tokens of the same answer before this span: another engine may continue an answer
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Segment:
     kept: np.ndarray | None = None  # uint8, the sets one after the other
 
 
-TURN = "turn."  # begins the parts of a reward that single turns earned: turn.0 is the first answer
+TURN = "turn."  # prefix of the parts of a reward that single turns earned: turn.0 is the first answer
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Reward:
 
     @property
     def solved(self) -> bool:
-        """Where several rewards add up, the first one decides: `parts["solved"]`."""
+        """Whether the task counts as solved. If several rewards add up, the first one decides: `parts["solved"]`."""
         return float(self.parts.get("solved", self.value)) >= 1.0
 
 
@@ -247,5 +247,5 @@ class StepRecord:
     # trajectory id -> (ledger state, reason) for the ones of these groups that are not trained on
     excluded: Mapping[str, tuple[LedgerState, str]]
     created_at: float
-    # of the update; kept, because a run that is extended has another schedule. None in records of 0.1.0
+    # learning rate of the update; kept, because a run that is extended has another schedule. None in old records
     lr: float | None = None

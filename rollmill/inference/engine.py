@@ -75,11 +75,11 @@ METRICS = {
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot serve any request now. Another one may."""
+    """This engine cannot serve any request now. Another engine may."""
 
 
 class EngineBusy(EngineUnavailable):
-    """Too many requests wait. The engine may take this one after `retry_seconds`."""
+    """Too many requests are waiting. The engine may accept this one after `retry_seconds`."""
 
     def __init__(self, waiting: int, retry_seconds: int = 1) -> None:
         super().__init__(
@@ -159,7 +159,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What engines of a kind can do beyond the contract that all of them hold (tests/inference/contract)."""
+    """Optional abilities of a kind of engine, beyond the contract that all engines meet (tests/inference/contract)."""
 
     kind: str
     routes: bool  # expert routes of a mixture are reported
@@ -204,13 +204,13 @@ class Engine(Protocol):
 
     @property
     def ended(self) -> Future[None]:
-        """Done when the engine can serve no more, with the error that stopped it."""
+        """A future that is done when the engine has stopped for good, with the error that stopped it."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine is given of its run."""
+    """What an engine gets from its run."""
 
     name: str  # engine-home, engine-home-2 …
     region: str

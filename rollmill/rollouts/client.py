@@ -23,27 +23,27 @@ from rollmill.types import same_line
 
 _FIRST_PAUSE_S = 0.05
 _WATCH_S, _WATCH_TIMEOUT = 1.0, aiohttp.ClientTimeout(total=10.0)
-_TURN_S = 5.0  # for one of several gateways to say what is served
-_CONNECT_S = 5.0  # a host that is gone does not refuse
+_TURN_S = 5.0  # longest wait for one of several gateways to report what is served
+_CONNECT_S = 5.0  # limit for connecting: a lost host does not refuse, it never answers
 _UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 
 
-Find = Callable[[], str | None]  # says where a gateway is now; None if that is not known
+Find = Callable[[], str | None]  # returns the current URL of a gateway; None if it is not known
 
 
 @dataclass
 class _Gateway:
     find: Find
-    url: str = ""  # empty: it is not known where it is
+    url: str = ""  # empty: not known yet
     away: float = 0.0
-    away_since: float | None = None  # since then it cannot be reached
-    moved: asyncio.Event = field(default_factory=asyncio.Event)  # set when `url` changes; then there is another one
+    away_since: float | None = None  # when it stopped answering; None: it answers
+    moved: asyncio.Event = field(default_factory=asyncio.Event)  # set when `url` changes, then replaced
 
     def away_seconds(self) -> float:
         return self.away + (time.monotonic() - self.away_since if self.away_since is not None else 0.0)
 
     async def look(self) -> None:
-        """It may be on another host now."""
+        """Ask for its URL again: it may be on another host now."""
         found: str | None = await asyncio.to_thread(self.find)
         if found and found != self.url:
             self.url = found
@@ -53,7 +53,7 @@ class _Gateway:
 
 class GatewayClient:
     """Calls to the gateway at a URL, with a key of the scope rollout. `forget` needs the scope admin. Each call retries
-    for `patience_s` while the gateway restarts. `gateway` may be a function that says where it is now, or one such
+    for `patience_s` while the gateway restarts. `gateway` may be a function that returns its current URL, or one such
     function per gateway."""
 
     def __init__(self, gateway: str | Find | Sequence[Find], key: str, *, patience_s: float = 60.0) -> None:
@@ -104,7 +104,7 @@ class GatewayClient:
         return self._of(trajectory).away_seconds()
 
     async def _watch(self, gateway: _Gateway, session: aiohttp.ClientSession) -> None:
-        """Ask one small question per second, for all rollouts of this process."""
+        """Check once per second, for all rollouts of this process, whether the gateways answer."""
         answered = time.monotonic()
         while True:
             try:

@@ -2,9 +2,9 @@
 
 It stands still while the episode waits
 
-- for an engine: the gateway says how long the requests of a session waited,
-- for the gateway, while nobody can reach it: `GatewayClient` watches it,
-- for the machine host: the time of a command that the command itself did not run, and
+- for an engine: the gateway reports how long the requests of a session waited,
+- for the gateway, while it cannot be reached: `GatewayClient` watches it,
+- for the machine host: the time of a command in which the command itself did not run, and
 - for a checkpoint to be taken, up to `_LONGEST_HOLD_S` each time.
 
 Seconds of commands count less in a machine that is slow: they are divided by its measured slowdown.
@@ -25,7 +25,7 @@ _LONGEST_HOLD_S = 60.0  # a checkpoint that hangs must not stop the clock for ev
 
 
 class Clock:
-    """Starts when it is made."""
+    """Starts when it is constructed."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Clock:
         spent_s: float = 0.0,
         waited_before: float = 0.0,
     ) -> None:
-        """An episode that goes on has spent `spent_s` before; the waits of its session were `waited_before` then."""
+        """For an episode that resumes: `spent_s` is its own time before, `waited_before` the waits of its session."""
         self._gateway, self.trajectory = gateway, trajectory
         self._machine = _TimedMachine(machine)
         self._started = time.monotonic()

@@ -296,7 +296,7 @@ async def _keep(claims: Claims) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                # after a pause of the whole process one try is left: perhaps nobody took anything
+                # if the whole process was paused, try once more: perhaps no other dispatcher took its groups
                 async with asyncio.timeout(max(claims.left_s(), RENEW_S)):
                     kept = await loop.run_in_executor(thread, claims.renew)
             except (StorageError, TimeoutError) as error:

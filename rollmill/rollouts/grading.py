@@ -1,10 +1,10 @@
-"""Grades an episode with patience for what grades it.
+"""Grades an episode, and retries when the grader is not available.
 
 MachineError        the host failed: the episode is graded again, at most `attempts` times
-RewardUnavailable   a judge is down: it is asked again until `timeout_s` is over, and the stall is shown
+RewardUnavailable   a judge is down: it is asked again until `timeout_s` is over, and a warning is shown
 any other error     raised at once
 
-An episode without a grade fails with a reason. It never gets a zero: the policy would learn from an outage.
+An episode without a grade fails with a reason. It never gets a reward of 0: the policy would learn from an outage.
 """
 
 from __future__ import annotations

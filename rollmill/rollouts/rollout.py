@@ -6,13 +6,13 @@
         (checkpoint.py). After the seal, the trajectory is `finished` and can be graded at any time from the
         stored submission.
 
-This module is the boundary for errors of a rollout. An episode that fails through no fault of the policy becomes a
+This module is the error boundary of a rollout. An episode that fails through no fault of the policy becomes a
 `failed` trajectory with a reason, never a reward. The same holds for a reward that cannot be stored. Only a store that
-is down raises further up: the trajectory keeps its state, and a restart takes it up again.
+is down raises: the trajectory keeps its state, and a restart resumes it.
 
 An episode's time limit counts its own time, see clock.py. An answer that comes whole (at most `gateway.stream_above`
-tokens) counts as waiting until it is there, so an episode may run over by one of these. Machine, seal and grading have
-their own limits.
+tokens) counts as waiting until it arrives, so an episode may exceed its limit by one such answer. Machine, seal and
+grading have their own limits.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)
-GRACE_S = 60.0  # for what surrounds the agent's own time: to get a machine and a session, to hand in, to seal
+GRACE_S = 60.0  # limit of each step around the agent's own time: get a machine, open a session, hand in, seal
 _CHECK_S = 1.0  # between two looks at the clock of an episode whose time seems to be over
-_HEALTH_S = 5.0  # for the gateway to say whether an engine serves
+_HEALTH_S = 5.0  # how long to ask the gateway whether an engine serves
 _MOVED = "gateway_moved"  # code of a GatewayError
 
 
@@ -100,7 +100,7 @@ class Outcome:
     seconds: float = 0.0  # the agent's own time
     asked: bool = False  # it ended with a question instead of work
     lost: bool = False  # the infrastructure failed before anything was handed in: a fresh attempt may succeed
-    moved: bool = False  # lost with its gateway, as all rollouts of that gateway: this host is not at fault
+    moved: bool = False  # lost because its gateway was: not a fault of this host
 
     @property
     def solved(self) -> bool:
@@ -108,7 +108,7 @@ class Outcome:
 
 
 def rollout_seed(run_seed: int, of: int | str, member: int) -> int:
-    """The sampling seed of one rollout: of group `of` (its index) or task `of` (its id), number `member`.
+    """The sampling seed of rollout number `member` of a group or task. `of`: the group's index, or the task's id.
 
     It depends on nothing else, so a run with the same seed draws the same numbers, also after a restart. The harness
     derives each turn's seed from it.
@@ -156,8 +156,8 @@ async def _settle(
     handing_in: Coroutine[Any, Any, HandIn],
     running: AbstractAsyncContextManager[None],
 ) -> Outcome:
-    """The boundary: whatever becomes of the episode, its trajectory gets a reward or a reason. `handing_in` happens
-    inside `running`."""
+    """The error boundary: however the episode ends, its trajectory gets a reward, or a reason why it has none.
+    `handing_in` is awaited inside `running`."""
     started = time.time()
     handed_in = None
     try:
@@ -195,7 +195,7 @@ def reason_of(error: Exception, what: str) -> str:
 async def _play(
     context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> HandIn:
-    """Play the episode to its end, or on from its last checkpoint if there is one. So too if its machine is lost."""
+    """Play the episode to its end, from its last checkpoint if it has one. If its machine is lost, resume likewise."""
     attempts = 0
     while True:
         found = await checkpoint.find(context, trajectory)
@@ -268,7 +268,7 @@ async def _machine_for(context: RolloutContext, task: Task, found: Checkpoint | 
 async def _begin(
     context: RolloutContext, trajectory: str, machine: Machine, min_version: int, found: Checkpoint | None
 ) -> tuple[Clock, dict[str, Any]]:
-    """The clock of an episode, and what its harness is given if it can go on in the middle."""
+    """The clock of an episode, and the keyword arguments of a harness that can resume an episode."""
     if context.checkpoint_s is None or not getattr(context.harness, "resumable", False):
         return Clock(context.gateway, trajectory, machine), {}
     waited = await context.gateway.waited(trajectory) if found is not None else 0.0
@@ -292,7 +292,7 @@ async def _within_grace(what: str, more_s: float = 0.0) -> AsyncIterator[None]:
 
 
 def time_limit(context: RolloutContext, task: Task) -> float:
-    """Seconds of its own that an episode may take."""
+    """How many seconds of its own time (clock.py) an episode may take."""
     return context.timeout_s if task.timeout_s is None else task.timeout_s
 
 
@@ -301,8 +301,8 @@ async def _run_harness(
 ) -> tuple[HarnessResult, float]:
     """Let the agent work until it ends or its own time is over. Returns how it ended, and its own seconds.
 
-    Running out of time is its own doing, and graded. Unless it waited for a model that nobody serves: then HarnessError
-    or GatewayError. GatewayError too as soon as its gateway is no longer at `url`: the agent knows no other address.
+    Running out of time is the agent's doing, and graded. Raises HarnessError or GatewayError if it waited for a model
+    that no engine serves, and GatewayError if its gateway is no longer at `url`: the agent knows no other address.
     """
     limit, seconds = time_limit(context, task), 0.0
     pause, elsewhere = limit, False

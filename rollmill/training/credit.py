@@ -1,4 +1,4 @@
-"""Who earns what: the share of a trajectory's advantage that each of its sampled tokens gets.
+"""Credit assignment: the share of a trajectory's advantage that each of its sampled tokens gets.
 
 path          1 on the way to the outcome, 0 elsewhere
 decayed       as path, times decay^n; n is how many answers on the way started later. The last answer gets all of it
@@ -7,7 +7,7 @@ per_segment   as path, but the segments on the way share equally, however long t
 turns         as path; training/turns.py says what each answer is compared with
 all           1 everywhere
 
-These say how tokens of one trajectory compare. How trajectories compare with each other is said by `aggregation`: with
+This divides the advantage within one trajectory. `aggregation` sets how trajectories weigh against each other: with
 `sequence_mean` a chain of segments weighs as one sample, otherwise by its tokens.
 
 The outcome is the segment of the last answer. The way to it goes from each segment to its parent:

@@ -29,8 +29,8 @@ another thread count, a deleted payload), nothing published is overwritten. A ne
 metadata of its first version names the abandoned versions, and the steps run again there.
 
 With a sharded placement every rank runs this loop. The first rank asks for batches, keeps the ledger and writes events;
-the others receive what it decides. All ranks compute, publish, save and measure together. If a rank dies, the step is
-lost: all ranks start again, from what the table says is left behind.
+the others receive its decisions. All ranks compute, publish, save and measure together. If a rank dies, the step is
+lost: all ranks start again, from what the table lists as left behind.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Trainer(Generic[Batch]):
                 self._objective.finish(failed=failed)
 
     def _explained_between(self, parts: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
-        """Between two steps, what the last one has put off may run: on `parts` like its own."""
+        """As `_explained`, for work that the last step put off, such as measuring. `parts`: its micro-batches."""
         return self._explained(f"after step {self.step}, the trainer", parts)
 
     def _next_batch(self) -> Batch | None:
@@ -186,7 +186,7 @@ class Trainer(Generic[Batch]):
         return self._placement.from_first(batch)
 
     def _is_stopping(self) -> bool:
-        # without a commit no group starts, so nobody may wait for groups then
+        # without a commit no group starts: waiting for groups would never end
         return self._stop.is_set() or self._writing.failed()
 
     def _run_step(self, batch: Batch) -> None:
@@ -194,7 +194,7 @@ class Trainer(Generic[Batch]):
         with telemetry.busy("step"):
             figures = self._objective.backward(self._model, batch, self._optimizer.accumulate, self._placement)
             update = self._optimizer.update(batch.lr)
-        self._settle()  # the step before
+        self._settle()  # wait until the step before is written
         self.step += 1
         self._bad_steps = 0 if math.isfinite(update.grad_norm) else self._bad_steps + 1
         metadata = {} if update.applied else {"unchanged": _why_unchanged(update)}
@@ -335,6 +335,7 @@ class Trainer(Generic[Batch]):
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in parameters}
 
     def _explained(self, what: str, parts: Sequence[MicroBatch] = ()) -> contextlib.AbstractContextManager[None]:
+        """If memory runs out inside, the error says what `what` needed and which settings help."""
         return explain_out_of_memory(what, self._device, self._config, parts)
 
     # start and restart

@@ -1,4 +1,7 @@
-"""An Objective says what a step trains on and how; the loop does the rest. Implementations are in `objectives/`."""
+"""An Objective decides what a step trains on and computes its gradient; the loop does the rest.
+
+Implementations are in `objectives/`.
+"""
 
 from __future__ import annotations
 

@@ -121,19 +121,19 @@ class Placement(Protocol):
         ...
 
     def make_like(self, model: Decoder) -> Decoder:
-        """Another decoder that computes where and as `model` does. Collective."""
+        """Another decoder on the same device, sharded and computed like `model`. Collective."""
         ...
 
     def initialise(self, model: Decoder, seed: int) -> None:
-        """Random weights of the seed."""
+        """Initialise with random weights from the seed."""
         ...
 
     def load_version(self, model: Decoder, store: WeightStore, version: Version, form: str) -> None:
-        """The weights of a published version. Not collective: each rank reads its own rows."""
+        """Load the weights of a published version. Not collective: each rank reads its own rows."""
         ...
 
     def load_held(self, model: Decoder, tensors: Tensors) -> None:
-        """The weights that a publisher of this model returned from `held`."""
+        """Load the weights that a publisher of this model returned from `held`."""
         ...
 
     def local(self, tensor: Tensor) -> Tensor:

@@ -113,7 +113,8 @@ def move_trajectory(connection: sa.Connection, id: str, target: TrajectoryState,
 
 
 def fail_unless_sealed(connection: sa.Connection, id: str, reason: str) -> bool:
-    """As the method of the store, in the caller's transaction. A seal comes before it or after it, never in between."""
+    """`TrajectoryStore.fail_unless_sealed` in the caller's transaction. A seal happens before it or after it, never in
+    between."""
     connection.execute(_FAIL_RUNNING, {"key": stored(id), "why": to_text(reason)})
     return _found(connection, id).state in _SEALED
 

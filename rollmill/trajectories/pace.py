@@ -5,9 +5,9 @@
     started   at most 2 · groups_per_step · (committed + max_staleness + 1)
 
 So trained plus open groups never exceed steps · groups_per_step. The trainer closes a group that it cannot learn from,
-and another one is started in its place. The rule for started groups ends that: each step has twice the groups it needs,
-and later steps may use what it left over. A step that still finds too few groups runs short. It leaves groups running
-that fit into the steps after it (training/deadlines.py), so with max_staleness > 0 the engines do not stand still.
+and another one is started in its place. The limit on started groups bounds this: each step has twice the groups it
+needs, and later steps may use what it left over. A step that still finds too few groups runs short. It leaves groups
+running that fit into the steps after it (training/deadlines.py), so with max_staleness > 0 the engines stay busy.
 """
 
 from __future__ import annotations

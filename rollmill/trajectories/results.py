@@ -52,7 +52,7 @@ _RESULTS = (
 
 
 def read_results(connection: sa.Connection, run: str, after: int, through: int) -> list[Result]:
-    """Of the steps from `after` + 1 to `through`, oldest first."""
+    """The results of the steps from `after` + 1 to `through`, oldest first."""
     rows = connection.execute(_RESULTS, {"of_run": run, "after": after, "through": through})
     return [
         Result(

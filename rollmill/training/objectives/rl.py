@@ -82,9 +82,9 @@ class RolloutBatch:
     lr: float  # of the update: the recorded one, if the step runs again
     wait_seconds: float
     due_seconds: float = 0.0  # the part of the wait in which enough groups were ready, but older ones were due
-    closed: tuple[str, ...] = ()  # groups that were closed while the step looked for its own
+    closed: tuple[str, ...] = ()  # groups without signal that were closed before this step had enough groups
     groups_T: np.ndarray | None = None  # int64, an index: a trajectory's KL is compared with those of the same index
-    solved: float | None = None  # the share of the trajectories with a reward that is solved
+    solved: float | None = None  # share of the graded trajectories that are solved
     hinted: Sequence[MicroBatch] = ()  # turns with a hint in their context, for the teacher
     hints_refused: int = 0  # hints that could not be written into a context
 
