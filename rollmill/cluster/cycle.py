@@ -205,14 +205,15 @@ class CycleDriver:
         if entry.version == live:
             check_live(self._objects, LIVE, candidate, required=self._run.config.gate is not None)
             self._channels.move(LIVE, candidate, expect=entry.number)
-        return self.journal.move(cycle, "promoted", f"{candidate} is live; before it was {live}")
+        return self.journal.move(cycle, "promoted", f"{candidate} is live; before it was {live}{_users_said(cycle)}")
 
     def _roll_back(self, cycle: Cycle) -> Cycle:
         live = _version(cycle.facts["live"])
         self._all_to_live()
         if self._channels.get(CANDIDATE) != live:
             self._channels.move(CANDIDATE, live)
-        return self.journal.move(cycle, "rolled_back", f"all of production is on {live}, which it never left")
+        reason = f"all of production is on {live}, which it never left{_users_said(cycle)}"
+        return self.journal.move(cycle, "rolled_back", reason)
 
     def _all_to_live(self) -> None:
         self._splits.put(self._config.model, {LIVE: 1.0})
@@ -264,6 +265,11 @@ def learnt_tokens(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     for event in steps.values():
         found.update({f"left out ({why})": count for why, count in event.get("masked", {}).items() if count})
     return dict(found)
+
+
+def _users_said(cycle: Cycle) -> str:
+    """Why a cycle ended as it did: who reads its end alone should know."""
+    return f": {cycle.facts['canary']['reason']}" if "canary" in cycle.facts else ""
 
 
 def _version(text: str) -> Version:

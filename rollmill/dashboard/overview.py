@@ -239,7 +239,7 @@ def _history(channel: Channel) -> Markup:
         tag("li", f"{entry.number}: ", tag("code", str(entry.version)), " ", moment(entry.at))
         for entry in channel.entries
     ]
-    return tag("details", tag("summary", f"{len(entries)} moves"), tag("ul", entries, class_="incidents"))
+    return tag("details", tag("summary", f"{len(entries)} {'move' if len(entries) == 1 else 'moves'}"), tag("ul", entries, class_="incidents"))
 
 
 def cycles(found: Mapping[int, Sequence[Move]]) -> Markup:
@@ -265,7 +265,7 @@ def users(found: Mapping[str, Served], most: int) -> Markup:
             tag("code", version),
             ", ".join(f"{kind[:40]} {number(count)}" for kind, count in served.signals.most_common(6)) or "–",
             number(served.conversations),
-            number(round(served.contexts / served.conversations, 1)),
+            number(round(served.contexts / served.conversations, 1)) if served.contexts else "–",
             number(served.judged),
         ]
         for version, served in found.items()

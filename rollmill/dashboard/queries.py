@@ -224,7 +224,7 @@ def read_served(engine: sa.Engine, run: str, most: int) -> dict[str, Served]:
     by_id: dict[str, Served] = {}
     with reading(engine) as connection:
         for row in connection.execute(query):
-            version = f"{row.line}@{row.newest_version}" if row.line else "not answered yet"
+            version = f"{row.line}@{row.newest_version}" if row.line else "still open"
             served = by_id[row.id] = found.setdefault(version, Served())
             served.conversations += 1
             served.contexts += row.segments or 0

@@ -186,6 +186,7 @@ def test_a_canary_counts_what_began_in_it_and_one_version_sampled(tmp_path: Path
     cycle = driver.run_cycle()
     assert (cycle.facts["canary"]["live"], cycle.facts["canary"]["candidate"]) == ([4, 4], [4, 4])
     assert cycle.state == "promoted"
+    assert "accepted 4 of 4 candidate sessions" in driver.journal.history(1)[-1].reason, "its end says why"
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ async def test_one_is_read_with_its_tokens_versions_and_rewards(filled: RunDirec
 
 
 async def test_the_page_of_a_run_has_its_own_conversations_with_users(filled: RunDirectory, visit: Open) -> None:
+    stores(filled)[0].create("production", "", "", ["open"], {"key": "k", "run": filled.id}, traffic="production")
     client = await visit(Source.of_run(filled.path))
     text = await (await client.get("/trajectory", params={"id": "asked"})).text()
     assert "Ask asked" in text and "accepted" in text
@@ -111,6 +112,8 @@ async def test_the_page_of_a_run_has_its_own_conversations_with_users(filled: Ru
     page = await (await client.get("/")).text()
     (row,) = re.findall(r"<tr><td><code>rl@4</code></td>(.*?)</tr>", page)
     assert "accepted 1" in row and row.count("<td>1</td>") == 3  # one conversation, one context, one report
+    (row,) = re.findall(r"<tr><td><code>still open</code></td>(.*?)</tr>", page)
+    assert row == "<td>–</td><td>1</td><td>–</td><td>0</td>"
     everything = await visit(Source.of_database(filled.database_url, str(filled.home_store), None, None))
     assert (await everything.get("/trajectory", params={"id": "nobodys"})).status == 200
 
