@@ -30,6 +30,7 @@ from tests.e2e.test_kill import check_report, check_stores, digests, finished_id
 from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 pytestmark = pytest.mark.slow
+NAME, ROOT = "moved", "/tmp/home/runs"
 ROLLMILL = (sys.executable, "-P", "-c", "from rollmill.cli.main import main; main()")
 
 
@@ -62,6 +63,21 @@ def resume(host: Host, output: Path, url: str, presence: Presence) -> Driver:
         assert "is driven by process" in driver.said and "a lost host is forgotten" in driver.said, driver.said[-3000:]
 
 
+def follow_log(reader: Host, writer: Host, url: str, driver: Driver) -> None:
+    """`logs -f` on one host shows a line that is written on another."""
+
+    def write(line: str) -> None:
+        assert writer.run("bash", "-c", f"echo {line} >> {ROOT}/{NAME}/logs/trainer.log").wait() == 0
+
+    write("first")
+    driver.until(lambda: "first" in CliRunner().invoke(app, ["logs", url, "trainer"]).output)
+    follower = reader.run(*ROLLMILL, "logs", url, "trainer", "-f", stdout=subprocess.PIPE)
+    assert follower.stdout is not None and any("first" in line for line in follower.stdout)
+    write("second")
+    assert any("second" in line for line in follower.stdout)
+    os.killpg(follower.pid, signal.SIGKILL)
+
+
 def opened(bucket: str) -> RunDirectory | None:
     with contextlib.suppress(ConfigError):  # it has not told what it is
         return next((RunDirectory.open(Path(f"{bucket}/{id}")) for id in Objects.open(bucket).folders()), None)
@@ -85,9 +101,9 @@ def test_another_host_goes_on_with_a_run(
             stack.enter_context(named_host(name, tmp_path, postgresql_directory)) for name in ("one", "two", "three")
         )
         engines = ",".join(f"{{region='{region}',kind='{KIND}',token_s=0.1}}" for region in ("home", "away"))
-        dials = (f"engines=[{engines}]", "stages.rl.steps=9", "stages.rl.groups_per_step=2", *BRIEF_EVALS)
-        settings = (f"store={bucket!r}", f"database={database_url!r}", "name=moved", *SMALL, *TINY, *dials)
-        driver = Driver(first, tmp_path / "one", str(DEMO), "--root", "/tmp/home/runs", *settings)
+        dials = (f"engines=[{engines}]", "stages.rl.steps=16", "stages.rl.groups_per_step=2", *BRIEF_EVALS)
+        settings = (f"store={bucket!r}", f"database={database_url!r}", f"name={NAME}", *SMALL, *TINY, *dials)
+        driver = Driver(first, tmp_path / "one", str(DEMO), "--root", ROOT, *settings)
         driver.until(lambda: opened(bucket))
         run = opened(bucket)
         assert run is not None
@@ -102,6 +118,7 @@ def test_another_host_goes_on_with_a_run(
             seen_finished.update(finished_ids(trajectories, run))
 
         next_moment(driver)
+        follow_log(third, first, url, driver)
         first.kill()
         driver = resume(second, tmp_path / "two", url, presence)
         next_moment(driver)
@@ -113,8 +130,7 @@ def test_another_host_goes_on_with_a_run(
         away.process.send_signal(signal.SIGCONT)  # nsenter stops when the command stops that it has started
         assert away.process.wait() == 1 and "on three, " in away.said, away.said[-3000:]
         assert driver.process.wait() == 0, driver.said[-3000:]
-        state = state_of(run)
-        assert state.word == "finished"
+        assert state_of(run).word == "finished"
 
     check_stores(run, seen_digests, seen_finished)
     check_report(run)
