@@ -62,7 +62,7 @@ def train(
     """
     from rollmill.cli.config import print_config
     from rollmill.cli.target import start_settings
-    from rollmill.cluster.checkpoint import check_here
+    from rollmill.cluster.checkpoint import check_here, check_stores
     from rollmill.cluster.extend import extend
     from rollmill.cluster.ranks import begin_run
     from rollmill.cluster.run import RunConfig, RunDirectory
@@ -85,6 +85,7 @@ def train(
             typer.echo(f"{source} is finished: nothing is left to do")
             show_finished(run)
             return
+        check_stores(run.config)  # it may have begun on another host
     else:
         if source.is_dir():
             hint = f"`rollmill train --resume {source}` continues a run"

@@ -37,10 +37,7 @@ def check_here(config: RunConfig, *, dry_run: bool = False) -> None:
     from rollmill.cluster.prepare import check_tokenizer
     from rollmill.cluster.start import check_start
 
-    if config.store is not None:
-        check_store(config.store)
-    if config.database is not None and not config.database.startswith("sqlite") and not dry_run:
-        check_database(config.database)
+    check_stores(config, dry_run=dry_run)
     if config.device == "cuda":  # the others are always there, and importing torch takes seconds
         from rollmill.models.device import choose_device
 
@@ -54,6 +51,14 @@ def check_here(config: RunConfig, *, dry_run: bool = False) -> None:
     check_reward_times(config.rewards, config.rollouts.grading_timeout_s)
     if config.tasks is not None:
         check_tasks(config)
+
+
+def check_stores(config: RunConfig, *, dry_run: bool = False) -> None:
+    """Check that this machine can use the store and the database, if they are not files of it."""
+    if config.store is not None:
+        check_store(config.store)
+    if config.database is not None and not config.database.startswith("sqlite") and not dry_run:
+        check_database(config.database)
 
 
 def check_tasks(config: RunConfig) -> None:

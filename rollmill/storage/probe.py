@@ -39,7 +39,8 @@ def check_database(url: str) -> None:
     try:
         there = clock_of(url)
     except StorageError as error:
-        raise ConfigError(f"the database cannot be used: {error.message}", hint=error.hint) from None
+        hint = "is it running and reachable from this host? Its password is read from PGPASSWORD or ~/.pgpass"
+        raise ConfigError(f"the database cannot be used: {error.message}", hint=hint) from None
     _compare_clocks(there, "the database")
 
 

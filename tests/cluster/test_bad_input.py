@@ -38,7 +38,7 @@ def refusal(*overrides: str) -> ConfigError:
 def test_a_database_at_a_wrong_address() -> None:
     refused = refusal("database='postgresql+psycopg://mill@127.0.0.1:1/mill?connect_timeout=2'")
     assert "the database cannot be used" in refused.message and "127.0.0.1" in refused.message
-    assert "running and reachable" in str(refused.hint)
+    assert "running and reachable from this host" in str(refused.hint)
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)

@@ -111,6 +111,20 @@ def test_a_run_is_not_resumed_where_its_index_is_not(
         need_index(replace(there, config=there.config.model_copy(update={"database": f"sqlite:///{shared}"})))
 
 
+def test_a_run_is_not_resumed_where_its_database_does_not_answer(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = "postgresql+psycopg://mill:a-secret@127.0.0.1:1/mill?connect_timeout=2"
+    describe_run(replace(run, config=run.config.model_copy(update={"database": away})))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    monkeypatch.setattr(Local, "open", lambda *_: pytest.fail("it was started"))
+    refused = CliRunner().invoke(app, ["train", "--resume", str(run.home_store)])
+    assert isinstance(refused.exception, ConfigError), refused.output
+    assert "the database cannot be used" in str(refused.exception) and "~/.pgpass" in str(refused.exception.hint)
+    assert "a-secret" not in str(refused.exception), "the store has no password"
+
+
 def test_a_supervisor_that_was_killed_on_this_host_is_in_nobodys_way(run: RunDirectory) -> None:
     """Its lock is free, although the store says for a while that it drives the run."""
     code = "import sys, time; from pathlib import Path; from rollmill.cluster.beacon import Beacon; "
