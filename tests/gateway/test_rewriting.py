@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,24 @@ async def test_who_is_forgotten_while_the_log_is_rewritten_is_erased_by_the_next
     assert replayed(tmp_path) == [("b", "x" * 300)]
 
 
+async def test_nothing_is_lost_if_the_process_dies_while_it_rewrites(tmp_path: Path, held: Held) -> None:
+    log, died = tmp_path / "log", tmp_path / "died"
+    async with recording(log) as recorder:
+        for name in ("a", "b", "c"):
+            await recorder.append(name, record(name, "x" * 300))
+        await recorder.forget("a")
+        erased = asyncio.create_task(recorder.erase())
+        await until(held.stands.is_set)
+        await recorder.append("b", record("b", "meanwhile"))
+        shutil.copytree(log, died)  # what a kill would leave
+        held.go.set()
+        await erased
+    assert (died / "sessions.new").exists()
+    assert replayed(died) == [("b", "x" * 300), ("c", "x" * 300), ("b", "meanwhile")]
+    assert not (died / "sessions.new").exists()
+    assert replayed(log) == replayed(died)
+
+
 async def test_whoever_reads_the_old_file_reads_on(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         await recorder.append("a", record("a", "1"))
@@ -101,16 +120,16 @@ async def test_who_opened_the_old_file_by_its_name_reads_on(tmp_path: Path) -> N
 
 
 async def test_old_files_are_freed_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
+    steps: list[tuple[int, int]] = []  # of all files: threads of other tests may still free theirs
     truncate = os.ftruncate
     monkeypatch.setattr(rewriting, "_CHUNK", 64)
-    monkeypatch.setattr(os, "ftruncate", lambda file, size: (steps.append(size), truncate(file, size)))
+    monkeypatch.setattr(os, "ftruncate", lambda file, size: (steps.append((file, size)), truncate(file, size)))
     async with recording(tmp_path) as recorder:
         await recorder.append("a", record("a", "x" * 1000))
         before, size = recorder._file, recorder._size
         await recorder.erase()
         await until(lambda: not is_open(before))
-    assert steps == [*range(size - 256, 0, -256), 0]
+    assert [size for file, size in steps if file == before] == [*range(size - 256, 0, -256), 0]
 
 
 async def test_a_rewriting_that_fails_leaves_the_log_as_it_was(
