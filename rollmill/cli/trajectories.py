@@ -12,6 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmill.cli.filters import (
+    LengthRange,
+    RewardRange,
+    Solved,
+    Sort,
+    Split,
+    State,
+    Task,
+    VersionRange,
+    check_split,
+    one_state,
+    query_of,
+)
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
 
 if TYPE_CHECKING:
@@ -21,7 +34,6 @@ if TYPE_CHECKING:
 
     from rollmill.chat.tokenizer import Tokenizer
     from rollmill.cluster.run import RunDirectory
-    from rollmill.trajectories.query import Order, Range, TrajectoryQuery
     from rollmill.trajectories.rows import TrajectoryRow
     from rollmill.trajectories.store import TrajectoryStore
     from rollmill.types import Trajectory
@@ -39,17 +51,6 @@ Store = Annotated[str | None, typer.Option("--objects", help="object store of th
 _COLUMNS = ("id", "state", "reward", "task", "split", "tokens", "sampled by", "age", "reason")
 _UNBOUNDED = 1 << 20
 _LONGEST = 4000  # characters of one message, unless --full
-_RANGE = "NUMBER, LOW..HIGH, LOW.. or ..HIGH"
-
-
-State = Annotated[str | None, typer.Option(help="running, finished, graded, failed, quarantined, deleted")]
-Solved = Annotated[bool, typer.Option("--solved", help="solved, as the first reward says")]
-RewardRange = Annotated[str | None, typer.Option(help=f"the newest reward: {_RANGE}")]
-LengthRange = Annotated[str | None, typer.Option(help=f"all tokens, prompts included: {_RANGE}")]
-Task = Annotated[str | None, typer.Option(help="the task, or the beginning of its id")]
-VersionRange = Annotated[str | None, typer.Option(help=f"of the weights that sampled it: {_RANGE}, or LINE@NUMBER")]
-Split = Annotated[str | None, typer.Option(help="train, heldout, …")]
-Sort = Annotated[str, typer.Option(help="newest, oldest, reward, length, task or version")]
 
 
 @app.command("list")
@@ -78,9 +79,9 @@ def list_trajectories(
     """
     from rich.console import Console
 
-    query = _query(_one_state(state, failed), solved, reward, length, task, version, split, sort, limit + 1)
+    query = query_of(one_state(state, failed), solved, reward, length, task, version, split, sort, limit + 1)
     _, store = _open(run_dir, database, "memory://")  # the index alone: no payload is read
-    _check_split(store, split)
+    check_split(store, split)
     rows = store.find(query)
     if as_json:
         for row in rows[:limit]:
@@ -123,9 +124,9 @@ def export(
 
     if format not in ("openai", "parquet"):
         raise ConfigError(f"--format {format!r} is unknown", hint="openai or parquet")
-    query = _query(_one_state(state, False), solved, reward, length, task, version, split, sort, limit)
+    query = query_of(one_state(state, False), solved, reward, length, task, version, split, sort, limit)
     _, store = _open(run_dir, None, None)
-    _check_split(store, split)
+    check_split(store, split)
     count, left_out = export_trajectories(store, store.find(query), format, out)  # type: ignore[arg-type]
     reasons = "".join(f"; left out: {number} {reason}" for reason, number in left_out.items())
     print(f"{out}: {count} trajectories{reasons}")
@@ -137,7 +138,7 @@ def admit(
     ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="trajectories; default: all that match")] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="the run that has them: its rollouts and its production traffic; default: RUN_DIR"),
+        typer.Option("--from", help="the run that has them: its rollouts and its production traffic; default: RUN"),
     ] = None,
     stage: Annotated[str | None, typer.Option(help="an RL stage; default: the only one")] = None,
     solved: Solved = False,
@@ -170,7 +171,7 @@ def admit(
 
     if not ids and source is None:
         raise ConfigError("which trajectories?", hint="give their ids, or --from and the run that has them")
-    query = _query("graded", solved, reward, length, task, version, split, "newest", limit)
+    query = query_of("graded", solved, reward, length, task, version, split, "newest", limit)
     run, (other, store) = open_with_index(run_dir), _open(source or run_dir, None, None)
     assert other is not None
     rows = [store.get(id) for id in ids] if ids else select(store, query, other.id)
@@ -284,70 +285,6 @@ async def _forget_open(run: RunDirectory, user: str) -> int:
             trust(run.config.tls.ca)
         async with GatewayClient(run.url("gateway"), run.secrets["admin_token"], patience_s=10.0) as gateway:
             return int((await gateway.forget(user))["open"])
-
-
-def _query(
-    state: str | None,
-    solved: bool,
-    reward: str | None,
-    length: str | None,
-    task: str | None,
-    version: str | None,
-    split: str | None,
-    sort: str,
-    limit: int | None,
-) -> TrajectoryQuery:
-    """What the options ask for."""
-    from rollmill.trajectories.query import TrajectoryQuery
-
-    line, _, number = version.rpartition("@") if version is not None else ("", "", None)
-    return TrajectoryQuery(
-        state=state,
-        split=split,
-        line=line or None,
-        task_prefix=task,
-        solved=True if solved else None,
-        reward=_parse_range("--reward", reward),
-        length=_parse_range("--length", length),
-        version=_parse_range("--version", number),
-        order=_parse_order(sort),
-        limit=limit,
-    )
-
-
-def _check_split(store: TrajectoryStore, split: str | None) -> None:
-    if split is not None and split not in (splits := store.splits()):
-        raise ConfigError(f"no trajectory has the split {split!r}", hint=f"splits here: {', '.join(splits) or 'none'}")
-
-
-def _one_state(state: str | None, failed: bool) -> str | None:
-    from rollmill.types import TrajectoryState
-
-    if state is not None and state not in set(TrajectoryState):
-        raise ConfigError(f"there is no state {state!r}", hint=f"one of {', '.join(TrajectoryState)}")
-    if failed and state not in (None, "failed"):
-        raise ConfigError(f"--failed and --state {state} exclude each other", hint="leave one of them out")
-    return "failed" if failed else state
-
-
-def _parse_order(text: str) -> Order:
-    from rollmill.trajectories.query import ORDERS
-
-    if text not in ORDERS:
-        raise ConfigError(f"--sort {text!r} is unknown", hint=f"one of {', '.join(ORDERS)}")
-    return text  # type: ignore[return-value]
-
-
-def _parse_range(option: str, text: str | None) -> Range:
-    """`5`, `1..5`, `1..` or `..5`; None is everything."""
-    if text is None:
-        return None, None
-    low, dots, high = text.partition("..")
-    try:
-        lowest, highest = (float(part) if part else None for part in (low, high if dots else low))
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} is no range of numbers", hint=_RANGE) from None
-    return lowest, highest
 
 
 def _open(

@@ -36,19 +36,16 @@ import safetensors
 import zstandard
 from pydantic import ConfigDict, TypeAdapter
 
-from rollmill.errors import TrajectoryError
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import DTYPES, STRICT, to_plain
-from rollmill.trajectories.kept import LARGEST_SET
+from rollmill.trajectories.invariants import check_trajectory, refuse_record
 from rollmill.trajectories.packing import Array, packed_bytes, pieces, read_arrays, write_arrays
 from rollmill.types import Cause, PolicyRef, Segment, Span, TrafficClass, Trajectory, TrajectoryState
 
 MAX_PAYLOAD_BYTES = 2 << 30  # uncompressed; a million tokens with 60 layers of 8 experts in 16 bits are about 1 GB
 MAX_EXPANDED_BYTES = 8 << 30  # with what segments share copied into each of them
-_ROUNDING = 1e-3  # a log-softmax may round to slightly above zero
 _MORE_ROUTES = ("routes_at", "routes_more")
 _UNSHARED = {"sampled": False, "logprobs": np.nan, "policy": -1, "kept_sizes": 0}  # of tokens of the parent
-_OPTIONAL = ("routes", "routes_valid", "kept_sizes", "kept")
 
 
 @dataclass
@@ -97,11 +94,11 @@ def write_trajectory(trajectory: Trajectory, out: IO[bytes], routes: Mapping[str
         room -= len(segment.tokens) * _bytes_per_token(own.get("routes"))
         room -= 0 if segment.kept is None else segment.kept.nbytes
         if room < 0:  # `decode_trajectory` would refuse it
-            _refuse(trajectory.id, f"its segments would take more than {MAX_EXPANDED_BYTES} bytes when read")
+            refuse_record(trajectory.id, f"its segments would take more than {MAX_EXPANDED_BYTES} bytes when read")
         arrays |= {f"{index}.{name}": array for name, array in own.items()}
     size = packed_bytes(arrays)
     if size > MAX_PAYLOAD_BYTES:
-        _refuse(trajectory.id, f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}")
+        refuse_record(trajectory.id, f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}")
     write_arrays(out, arrays)
 
 
@@ -110,22 +107,22 @@ def decode_trajectory(data: bytes) -> Trajectory:
     arrays = _unpack(data)
     described = arrays.pop("record", None)
     if described is None or described.dtype != np.uint8:
-        _refuse("payload", "the record is missing")
+        refuse_record("payload", "the record is missing")
     record = _parse_record(described.tobytes())
     segments: dict[str, Segment] = {}
     room = MAX_EXPANDED_BYTES
     for index, facts in enumerate(record.segments):
         if facts.id in segments:
-            _refuse(record.id, f"two segments with the id {facts.id!r}")
+            refuse_record(record.id, f"two segments with the id {facts.id!r}")
         own = {name: arrays.pop(f"{index}.{name}", None) for name in (*DTYPES, *_MORE_ROUTES)}
-        refuse = partial(_refuse, f"{record.id}: segment {facts.id!r}")
+        refuse = partial(refuse_record, f"{record.id}: segment {facts.id!r}")
         whole = _expand(own, facts.parent, segments, room, refuse) if record.version > 1 else own
         if record.version == 1:
             whole["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
         room -= sum(array.nbytes for array in whole.values() if array is not None)
         segments[facts.id] = Segment(**vars(facts), **{name: whole[name] for name in DTYPES})  # type: ignore[arg-type]
     if arrays:
-        _refuse(record.id, f"arrays without a segment: {', '.join(sorted(arrays)[:5])}")
+        refuse_record(record.id, f"arrays without a segment: {', '.join(sorted(arrays)[:5])}")
     trajectory = Trajectory(
         id=record.id,
         segments=list(segments.values()),
@@ -159,112 +156,6 @@ def seal_facts(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """Checks every invariant of the record. TrajectoryError names the one that is broken."""
-    seen: dict[str, Segment] = {}
-    for segment in trajectory.segments:
-        refuse = partial(_refuse, f"{trajectory.id}: segment {segment.id!r}")
-        if segment.id in seen:
-            refuse("its id is used twice")
-        _check_arrays(segment, refuse)
-        _check_parent(segment, seen, refuse)
-        _check_policies(segment, refuse)
-        _check_spans(segment, refuse)
-        seen[segment.id] = segment
-
-
-def _check_arrays(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
-    length = len(segment.tokens) if segment.tokens is not None else 0
-    for name, dtypes in DTYPES.items():
-        array = getattr(segment, name)
-        if array is None:
-            if name not in _OPTIONAL:
-                refuse(f"{name} is missing")
-            continue
-        if array.dtype.name not in dtypes:
-            refuse(f"{name} is {array.dtype.name}, not {' or '.join(dtypes)}")
-        if array.ndim != (3 if name == "routes" else 1) or (name != "kept" and array.shape[0] != length):
-            refuse(f"{name} has shape {array.shape} for {length} tokens")
-        if array.dtype == np.bool_ and length and array.view(np.uint8).max() > 1:
-            refuse(f"{name} holds bytes that are neither true nor false")
-    if (segment.routes is None) != (segment.routes_valid is None):
-        refuse("routes and routes_valid come together")
-    _check_kept(segment, refuse)
-    if length and segment.tokens.min() < 0:
-        refuse("a token id is negative")
-
-
-def _check_kept(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
-    sizes, kept = segment.kept_sizes, segment.kept
-    if sizes is None or kept is None:
-        if sizes is not kept:
-            refuse("kept_sizes and kept come together")
-        return
-    if len(sizes) and not 0 <= sizes.min() <= sizes.max() <= LARGEST_SET:
-        refuse(f"kept_sizes must be from 0 to {LARGEST_SET}")
-    if int(sizes.sum(dtype=np.int64)) != len(kept):
-        refuse(f"kept has {len(kept)} bytes, kept_sizes add up to {int(sizes.sum(dtype=np.int64))}")
-    if sizes[~segment.sampled].any():
-        refuse("a token that was not sampled has a set of kept tokens")
-
-
-def _check_parent(segment: Segment, seen: dict[str, Segment], refuse: Callable[[str], NoReturn]) -> None:
-    if segment.parent is None:
-        return
-    name, offset = segment.parent
-    parent = seen.get(name)
-    if segment.cause == "start":
-        refuse("a segment with a parent needs a cause other than 'start'")
-    if parent is None:
-        refuse(f"its parent {name!r} does not come before it")
-    if not 0 <= offset <= min(len(parent.tokens), len(segment.tokens)):
-        refuse(f"it shares {offset} tokens with a parent of {len(parent.tokens)} and has {len(segment.tokens)}")
-    if not np.array_equal(segment.tokens[:offset], parent.tokens[:offset]):
-        refuse(f"its first {offset} tokens are not those of its parent")
-    if segment.sampled[:offset].any():
-        refuse("tokens shared with the parent are sampled twice; each sampled token belongs to one segment")
-
-
-def _check_policies(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
-    sampled = segment.sampled
-    logprobs = segment.logprobs[sampled]
-    if not np.isnan(segment.logprobs[~sampled]).all():
-        refuse("a token that was not sampled has a log-prob")
-    if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():
-        refuse("a sampled token has a log-prob that is not finite or is above zero")
-    if (segment.policy[~sampled] != -1).any():
-        refuse("a token that was not sampled has a policy")
-    policy = segment.policy[sampled]
-    if policy.size and not 0 <= int(policy.min()) <= int(policy.max()) < len(segment.policies):
-        refuse(f"a policy index is out of range of the {len(segment.policies)} policies")
-    if any(not 0 <= reference.number < 1 << 31 or not reference.line for reference in segment.policies):
-        refuse("a policy without a line, or with a number that is negative or too large")
-
-
-def _check_spans(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
-    """Spans are in order, do not overlap, and cover the sampled tokens exactly."""
-    covered = np.zeros(len(segment.tokens), np.bool_)
-    end = 0
-    for span in segment.spans:
-        if not end <= span.start <= span.end <= len(segment.tokens):
-            refuse(f"span [{span.start}, {span.end}) overlaps, is out of order or leaves the segment")
-        # an answer that ended before its first token attended to nothing
-        lowest = 0 if span.end > span.start else -1
-        if not lowest <= span.oldest_kv_policy < len(segment.policies):
-            refuse(f"span [{span.start}, {span.end}): oldest_kv_policy {span.oldest_kv_policy} is out of range")
-        sampling = span.sampling
-        numbers = [value for value in vars(sampling).values() if isinstance(value, float)]
-        numbers += [span.started_at, span.ended_at, *(bias for _, bias in sampling.logit_bias)]
-        if not all(map(math.isfinite, numbers)):
-            refuse(f"span [{span.start}, {span.end}) has a time or a sampling parameter that is not finite")
-        if not 0 <= span.answered <= span.start:
-            refuse(f"span [{span.start}, {span.end}): answered {span.answered} is out of range")
-        covered[span.start : span.end] = True
-        end = span.end
-    if not np.array_equal(covered, segment.sampled):
-        refuse("its spans do not cover exactly the sampled tokens")
-
-
 def _record_json(trajectory: Trajectory) -> bytes:
     record = {
         name: getattr(trajectory, name) for name in _Record.__annotations__ if name not in ("version", "segments")
@@ -276,7 +167,7 @@ def _record_json(trajectory: Trajectory) -> bytes:
     try:
         text = json.dumps(record, default=to_plain, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        _refuse(trajectory.id, f"its messages or provenance are not JSON: {error}")
+        refuse_record(trajectory.id, f"its messages or provenance are not JSON: {error}")
     # a lone surrogate cannot be encoded; messages are for people to read, so a question mark replaces it
     data = text.encode("utf-8", "replace")
     _parse_record(data)  # a record that cannot be read again is not written
@@ -289,19 +180,19 @@ def _unpack(data: bytes) -> dict[str, np.ndarray]:
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= MAX_PAYLOAD_BYTES:
             stated = f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}" if size >= 0 else "an unknown size"
-            _refuse("payload", f"would unpack to {stated}")
+            refuse_record("payload", f"would unpack to {stated}")
         return read_arrays(data)
     except KeyError as error:
-        _refuse("payload", f"an array has the type {error.args[0]}")
+        refuse_record("payload", f"an array has the type {error.args[0]}")
     except (zstandard.ZstdError, safetensors.SafetensorError, ValueError, OverflowError) as error:
-        _refuse("payload", f"damaged or truncated: {error}")
+        refuse_record("payload", f"damaged or truncated: {error}")
 
 
 def _parse_record(data: bytes) -> _Record:
     try:
         return parse_json(data, _RECORD)
     except ValueError as error:
-        _refuse("payload", f"the record is malformed: {error}")
+        refuse_record("payload", f"the record is malformed: {error}")
 
 
 def _own_arrays(segment: Segment, parent: Segment | None) -> dict[str, Array]:
@@ -411,16 +302,11 @@ def _whole_tokens(
     name, offset = described.parent or ("", 0)
     shared = earlier[name].tokens if name in earlier else np.empty(0, np.int32)
     if own is None or own.dtype != np.int32 or own.ndim != 1:
-        _refuse(trajectory_id, f"segment {described.id!r}: tokens are missing or not a row of int32")
+        refuse_record(trajectory_id, f"segment {described.id!r}: tokens are missing or not a row of int32")
     if not 0 <= offset <= len(shared):
-        _refuse(trajectory_id, f"segment {described.id!r} refers to {offset} tokens of {name!r}, which are not there")
+        where = f"segment {described.id!r}"
+        refuse_record(trajectory_id, f"{where} refers to {offset} tokens of {name!r}, which are not there")
     # checked before copying: a chain of references to one long parent could use any amount of memory
     if sampled is None or sampled.shape != (offset + len(own),):
-        _refuse(trajectory_id, f"segment {described.id!r}: sampled is missing or not as long as the tokens")
+        refuse_record(trajectory_id, f"segment {described.id!r}: sampled is missing or not as long as the tokens")
     return np.concatenate([shared[:offset], own])
-
-
-def _refuse(where: str, why: str) -> NoReturn:
-    raise TrajectoryError(
-        f"{where}: {why}", hint="the payload is not used; `rollmill trajectories show` shows where it came from"
-    )

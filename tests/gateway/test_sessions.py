@@ -18,7 +18,8 @@ from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn, same_message
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
 from rollmill.training.credit import credit_of
-from rollmill.trajectories.schema import check_trajectory, decode_trajectory, encode_trajectory
+from rollmill.trajectories.invariants import check_trajectory
+from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Segment, Span
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import USER, Answers

@@ -206,7 +206,7 @@ def test_mistakes(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for arguments, message in (
         (["list", "--state", "sleeping"], "no state 'sleeping'"),
         (["list", "--sort", "beauty"], "--sort 'beauty' is unknown"),
-        (["list", "--reward", "much"], "--reward 'much' is no range"),
+        (["list", "--reward", "much"], "--reward 'much' is not a range"),
         (["list", "--failed", "--state", "graded"], "exclude each other"),
         (["list", tmp_path / "nowhere"], "holds no run"),
         (["list", "--database", "sqlite:///nowhere.db"], "does not exist"),

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from rollmill.errors import TrajectoryError
 from rollmill.trajectories import schema
-from rollmill.trajectories.schema import check_trajectory, decode_trajectory, encode_trajectory, seal_facts
+from rollmill.trajectories.invariants import check_trajectory
+from rollmill.trajectories.schema import decode_trajectory, encode_trajectory, seal_facts
 from rollmill.types import Sampling, Segment, Span, Trajectory, TrajectoryState
 from tests.trajectories import build
 
