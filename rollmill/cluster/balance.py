@@ -108,7 +108,7 @@ class Balancer:
         self._size = max(1, round(config.window_s / LOOK_S))
         self._samples: list[Sample] = []
         self._running = self._late = 0  # engines that run; looks since that number is another one than was asked for
-        self._last: Decision | None = None
+        self._said: tuple[int, str] | None = None  # what was decided last: how many engines, and why
 
     def add(
         self, sample: Sample, engines: int, *, has_room: Callable[[], bool] = lambda: True
@@ -131,9 +131,9 @@ class Balancer:
             decision = decision._replace(reason=f"{engines} engines are asked for, {running} run; {decision.reason}")
         changes = decision.engines != running
         self._samples = [] if changes else self._samples[-(self._size - self._size // 4) :]  # the next look, later
-        if not changes and self._last is not None and _kind(decision) == _kind(self._last):
+        said, self._said = self._said, (decision.engines, _kind(decision))
+        if said == self._said and not (changes and self._config.scale == "auto"):
             return None
-        self._last = decision
         return {**asdict(shares), "before": running, "engines": decision.engines, "reason": decision.reason}
 
 

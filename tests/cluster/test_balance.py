@@ -74,9 +74,16 @@ def test_a_decision_needs_a_window_and_is_said_once() -> None:
     told = balancer.add(busy, 2)
     assert told is not None and told["engines"] == 2 and "in balance" in told["reason"]
     assert all(balancer.add(busy, 2) is None for _ in range(20))
-    changes = [told for _ in range(20) if (told := balancer.add(starved, 2)) is not None]
-    assert changes[0]["before"] == 2 and changes[0]["engines"] > 2 and changes[0]["waits"] > 0
+    [change] = [told for _ in range(20) if (told := balancer.add(starved, 2)) is not None]
+    assert change["before"] == 2 and change["engines"] > 2 and change["waits"] > 0
     assert balancer.add(starved, 4) is None  # two of the four engines are not there yet
+
+
+def test_what_is_done_by_itself_is_done_again_if_somebody_undoes_it() -> None:
+    balancer = Balancer(BalanceConfig(window_s=4, scale="auto"), capacity=8)
+    starved = Sample(False, [8, 8])
+    changes = [told for _ in range(20) if (told := balancer.add(starved, 2)) is not None]
+    assert len(changes) == 5 and {change["engines"] for change in changes} == {4}
 
 
 def test_engines_that_do_not_come_are_not_waited_for_for_ever() -> None:
