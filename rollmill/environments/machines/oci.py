@@ -117,7 +117,7 @@ def _blob(layout: Path, descriptor: Descriptor) -> bytes:
 def _apply(layout: Path, layer: Descriptor, prefix: str, target: Path, taken: int) -> int:
     """Apply one layer. Returns the bytes that have been written so far."""
     try:
-        with _path(layout, layer).open("rb") as file, tarfile.open(fileobj=_plain(file), mode="r|") as archive:
+        with _path(layout, layer).open("rb") as file, tarfile.open(fileobj=_tar(file), mode="r|") as archive:
             for count, member in enumerate(archive):
                 if count > _MOST_ENTRIES:
                     raise TaskError("a layer of the image has too many entries")
@@ -180,6 +180,33 @@ def _remove(inside: str | None, target: Path, *, is_above: bool = False) -> None
             shutil.rmtree(place)
         else:
             place.unlink(missing_ok=True)
+
+
+class _Whole(io.RawIOBase):
+    """A tar that ends as tars do. `umoci insert` leaves out the rest of the last block and the end, and the tools that
+    read its images do not mind."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._length = 0
+        self._end: bytes | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self._length += len(data)
+        if not data:
+            if self._end is None:
+                self._end = bytes(-self._length % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
+            data, self._end = self._end[: len(buffer)], self._end[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _tar(file: IO[bytes]) -> IO[bytes]:
+    return io.BufferedReader(_Whole(_plain(file)))
 
 
 def _plain(file: IO[bytes]) -> IO[bytes]:

@@ -249,6 +249,35 @@ def test_layers_of_an_oci_image_are_applied_in_order(tmp_path: Path, compress: C
         take_files(layout, "/nowhere", tmp_path / "none")
 
 
+@pytest.mark.skipif(not all(map(shutil.which, ("umoci", "skopeo"))), reason="umoci and skopeo are not installed")
+def test_images_that_umoci_and_skopeo_wrote(tmp_path: Path) -> None:
+    def run(*words: object) -> None:
+        subprocess.run([str(word) for word in words], check=True, capture_output=True, cwd=tmp_path)
+
+    app = tmp_path / "app"
+    (app / "old").mkdir(parents=True)
+    for name in ("a", "b", "old/c"):
+        (app / name).write_bytes(b"1")
+    image = f"{tmp_path / 'made'}:shop"
+    run("umoci", "init", "--layout", tmp_path / "made")
+    run("umoci", "new", "--image", image)
+    run("umoci", "insert", "--image", image, app, "/app")
+    (app / "a").write_bytes(b"2")
+    run("umoci", "insert", "--image", image, app / "a", "/app/a")
+    run("umoci", "insert", "--image", image, "--whiteout", "/app/b")
+    run("umoci", "insert", "--image", image, "--opaque", tmp_path / "app" / "old", "/app/new")
+    expected = {"a": b"2", "old/c": b"1", "new/c": b"1"}
+    take_files(tmp_path / "made", "/app", tmp_path / "of umoci")
+    assert files_of(tmp_path / "of umoci") == expected
+    for form, options in {"gzip": (), "zstd": ("--dest-compress", "--dest-compress-format", "zstd")}.items():
+        copy = ["skopeo", "--insecure-policy", "copy", *options, f"oci:{image}"]
+        run(*copy, f"oci:{tmp_path / form}:shop")
+        run(*copy, f"oci-archive:{tmp_path / form}.tar")
+        for number, copied in enumerate((tmp_path / form, tmp_path / f"{form}.tar")):
+            take_files(copied, "/app", tmp_path / f"taken-{form}-{number}")
+            assert files_of(tmp_path / f"taken-{form}-{number}") == expected
+
+
 def test_hostile_oci_images_are_refused_or_lose_what_is_no_plain_file(tmp_path: Path) -> None:
     for number, member in enumerate(HOSTILE):
         layout = write_layout(tmp_path / f"hostile-{number}", [{"app/good": b"1"}, hostile_layer(**member)])
