@@ -16,12 +16,13 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.machine import WORK, Capabilities, ExecResult, Order, ProcessState
+from rollmill.environments.machines.egress import ENTRY, Egress
 from rollmill.environments.machines.namespace import wire
 from rollmill.errors import MachineError
 
@@ -67,6 +68,14 @@ class AgentMachineConfig(Config):
         "is not on this host is fetched from it when its first machine starts.",
     )
     image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
+    egress: list[Annotated[str, Field(pattern=ENTRY)]] = Field(
+        [],
+        description="Names that commands may reach through a proxy: NAME, NAME:PORT or *.NAME; no port: 80 and 443. "
+        "It holds for all machines of the run, those that grade too. Empty: no network at all.",
+    )
+    egress_log: str | None = Field(
+        None, description="File that gets one line of JSON per request through the proxy. Not set: the process's log."
+    )
 
 
 class AgentMachine(ABC):
@@ -97,6 +106,20 @@ class AgentMachine(ABC):
         self._begun = False  # a command has begun
         self._ruined = False  # by a command of its own
         self._closed = False
+        self._egress: Egress | None = None
+
+    @abstractmethod
+    async def listen(self) -> tuple[socket.socket, int]: ...
+
+    async def open_egress(self, config: AgentMachineConfig) -> None:
+        """Let commands reach the names of `egress`, through a proxy whose variables they find in their environment."""
+        if not config.egress:
+            return
+        listener, port = await self.listen()
+        self._egress = Egress(listener, config.egress, config.egress_log, self._name)
+        await self._egress.start()
+        names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        self.environment = {**dict.fromkeys(names, f"http://127.0.0.1:{port}"), "no_proxy": "127.0.0.1,localhost"}
 
     @abstractmethod
     async def _end(self, begun: bool) -> Ended:

@@ -16,12 +16,14 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+log = logging.getLogger(__name__)
 STRIPPED = ("authorization", "cookie", "forwarded", "from", "proxy-", "referer", "via", "x-forwarded-", "x-real-ip")
 _HOP = ("connection", "keep-alive", "te", "trailer", "upgrade")
 _HEAD_BYTES = 32 << 10
@@ -50,8 +52,8 @@ class Refused(Exception):
 class Egress:
     """The proxy of one machine. `allowed`: NAME, NAME:PORT or *.NAME; without a port 80 and 443 are meant."""
 
-    def __init__(self, listener: socket.socket, allowed: Sequence[str], log: Callable[[str], None], name: str) -> None:
-        self._allowed, self._log, self._name = tuple(allowed), log, name
+    def __init__(self, listener: socket.socket, allowed: Sequence[str], log_file: str | None, name: str) -> None:
+        self._allowed, self._log_file, self._name = tuple(allowed), log_file, name
         self._listener = listener
         self._server: asyncio.Server | None = None
         self._open = 0
@@ -63,6 +65,12 @@ class Egress:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
+
+    def _write_log(self, line: str) -> None:
+        if self._log_file is None:
+            return log.info("egress %s", line)
+        with open(self._log_file, "a") as opened:
+            opened.write(line + "\n")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         facts: dict[str, object] = {"time": time.time(), "machine": self._name}
@@ -87,7 +95,7 @@ class Egress:
         finally:
             self._open -= 1
             writer.close()
-            self._log(json.dumps(facts))
+            self._write_log(json.dumps(facts))
 
     async def _pass_on(
         self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

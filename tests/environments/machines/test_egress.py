@@ -14,6 +14,9 @@ import pytest
 from rollmill.environments.machines.egress import Refused, is_allowed, read_head
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceConfig
+from rollmill.environments.machines.qemu.host import QemuConfig, QemuHost
+from rollmill.environments.machines.qemu.parts import find_parts
+from rollmill.errors import MachineError
 from tests.environments.conftest import run_python, start_host
 
 
@@ -101,6 +104,34 @@ async def test_only_names_on_the_list_are_reached_and_all_is_logged(port: int, t
         assert await run_python(direct, program) == "no"
     finally:
         await host.close()
+
+
+@pytest.mark.slow
+async def test_virtual_machines_and_their_forks_reach_the_same_names(port: int, tmp_path: Path) -> None:
+    try:
+        find_parts()
+    except MachineError as error:
+        pytest.skip(str(error))
+    log = tmp_path / "egress.jsonl"
+    host = QemuHost(QemuConfig(egress=[f"127.0.0.1:{port}"], egress_log=str(log)))
+    program = _ASK + (
+        f"allowed = ask('GET http://127.0.0.1:{port}/a HTTP/1.1\\r\\n\\r\\n')\n"
+        "other = ask('GET http://127.0.0.1:1/ HTTP/1.1\\r\\n\\r\\n')\n"
+        "print(allowed[9:12], other[9:12])\n"
+    )
+    try:
+        machine = await host.create(BUILT_IN)
+        assert machine.capabilities.network == "policy"
+        [fork] = await machine.fork(1)
+        for each in (machine, fork):
+            result = await each.exec(["python", "-c", program], timeout_s=120.0)
+            assert result.output == b"200 403\n", result
+            await each.close()
+    finally:
+        await host.close()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line.get("refused") for line in lines] == [None, "not on the list"] * 2
+    assert len({line["machine"] for line in lines}) == 2
 
 
 def test_without_the_setting_there_is_no_proxy() -> None:

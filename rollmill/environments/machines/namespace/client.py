@@ -11,14 +11,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines import agent_machine, services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
-from rollmill.environments.machines.egress import ENTRY
 from rollmill.environments.machines.images import BUILT_IN, Image, obtain_image
 from rollmill.environments.machines.namespace import cgroups, emulation
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
@@ -35,15 +32,6 @@ _NOTHING: Seen = (None, None, None)
 
 class NamespaceConfig(AgentMachineConfig):
     """Settings of namespace machines."""
-
-    egress: list[Annotated[str, Field(pattern=ENTRY)]] = Field(
-        [],
-        description="Names that commands may reach through a proxy: NAME, NAME:PORT or *.NAME; no port: 80 and 443. "
-        "It holds for all machines of the run, those that grade too. Empty: no network at all.",
-    )
-    egress_log: str | None = Field(
-        None, description="File that gets one line of JSON per request through the proxy. Not set: the process's log."
-    )
 
 
 class NamespaceHost:
@@ -91,7 +79,7 @@ class NamespaceHost:
                 machine.services = await services.begin(machine, loaded.services, loaded.services_state())
             elif loaded.services:
                 machine.services = await services.go_on(machine, loaded.services, state)
-            await machine.open_egress()
+            await machine.open_egress(self.config)
         except BaseException:
             await machine.close()
             raise

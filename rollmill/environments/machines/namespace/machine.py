@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import socket
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rollmill.environments.machine import USERS, Capabilities, Snapshot
 from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
-from rollmill.environments.machines.egress import Egress
 from rollmill.environments.machines.images import Image
 from rollmill.environments.machines.namespace import launch, wire
 from rollmill.environments.machines.services import RunningServices
@@ -22,7 +20,6 @@ from rollmill.errors import MachineError
 if TYPE_CHECKING:
     from rollmill.environments.machines.namespace.client import NamespaceHost
 
-log = logging.getLogger(__name__)
 _AT_ONCE = 8  # children that get files by one request
 
 
@@ -36,7 +33,6 @@ class NamespaceMachine(AgentMachine):
         self.host = host
         self._id = identifier
         self._image = image
-        self._egress: Egress | None = None
         self._killed = False  # by someone outside, or by us because the machine host failed
         self.services: RunningServices | None = None
         self.capabilities = replace(
@@ -100,7 +96,7 @@ class NamespaceMachine(AgentMachine):
                 shared = await asyncio.shield(sharing)
             if shared:
                 for child in children:
-                    await child.open_egress()
+                    await child.open_egress(self.host.config)
         except BaseException:
             shared = False
             raise
@@ -132,18 +128,6 @@ class NamespaceMachine(AgentMachine):
         if not self._handed_over:
             raise OSError(errno.ENETDOWN, "the machine's commands ended it")
         return self._handed_over.pop(), reply["port"]
-
-    async def open_egress(self) -> None:
-        """Let commands reach the names of `egress`, through a proxy whose variables they find in their environment."""
-        allowed, log_file = self.host.config.egress, self.host.config.egress_log
-        if not allowed:
-            return
-        listener, port = await self.listen()
-        self._egress = Egress(listener, allowed, lambda line: _write_log(line, log_file), self._name)
-        await self._egress.start()
-        url = f"http://127.0.0.1:{port}"
-        names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-        self.environment = {**dict.fromkeys(names, url), "no_proxy": "127.0.0.1,localhost"}
 
     async def close(self) -> None:
         """End the machine. When this returns, none of its processes is left. A request that is still running fails."""
@@ -177,10 +161,3 @@ async def _all_or_none(starting: Iterable[Coroutine[Any, Any, NamespaceMachine]]
         made = await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(each.close() for each in made if isinstance(each, NamespaceMachine)))
         raise
-
-
-def _write_log(line: str, file: str | None) -> None:
-    if file is None:
-        return log.info("egress %s", line)
-    with open(file, "a") as opened:
-        opened.write(line + "\n")

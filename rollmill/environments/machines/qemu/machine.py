@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from rollmill.environments.machine import Capabilities, Snapshot
@@ -32,7 +33,7 @@ class QemuMachine(AgentMachine):
         self._begun = begun
         self._ruined = vm.ended  # its state could not be loaded
         self._proven = not vm.template
-        self.capabilities = capabilities
+        self.capabilities = replace(capabilities, network="policy" if host.config.egress else "none")
         self.vm = vm
         self._host = host
         self._image = image.name
@@ -87,8 +88,10 @@ class QemuMachine(AgentMachine):
         """What a restored machine needs before anyone uses it: entropy and time of its own, and its files. It is closed
         if that fails. `trusted`: see `renew`."""
         try:
-            if await self.renew(trusted=trusted) and files:
-                await self.write_all(files)
+            if await self.renew(trusted=trusted):
+                await self._open_egress()
+                if files:
+                    await self.write_all(files)
         except OSError as error:
             await self.close()
             hint = "`machine.disk_mb` is the size of the work directory"
@@ -97,6 +100,13 @@ class QemuMachine(AgentMachine):
             await self.close()
             raise
         return self
+
+    async def _open_egress(self) -> None:
+        try:
+            await self.open_egress(self._host.config)
+        except OSError:
+            if not self._begun:
+                raise  # else the commands of its parent used up what a port needs: it reaches nothing
 
     async def renew(self, *, trusted: bool, restored: bool = True) -> bool:
         """Give the guest entropy of its own and the time. Returns whether it took them.
@@ -167,6 +177,8 @@ class QemuMachine(AgentMachine):
     async def close(self) -> None:
         """End the machine. A request that is still running fails."""
         self._closed = True
+        if self._egress is not None:
+            await self._egress.close()
         if self._ports is not None:
             self._ports.close()
         await self._host.end(self.vm)
