@@ -144,18 +144,18 @@ def test_without_the_setting_there_is_no_proxy() -> None:
 @pytest.mark.parametrize(
     ("host", "port", "allowed"),
     [
-        ("pypi.org", 443, True),
-        ("pypi.org", 22, False),
+        ("packages.example.net", 443, True),
+        ("packages.example.net", 22, False),
         ("files.example.com", 80, True),
         ("example.com", 80, False),
         ("evilexample.com", 443, False),
         ("git.host", 8443, True),
         ("git.host", 443, False),
-        ("pypi.org.evil.net", 443, False),
+        ("packages.example.net.evil.net", 443, False),
     ],
 )
 def test_the_list(host: str, port: int, allowed: bool) -> None:
-    assert is_allowed(host, port, ["pypi.org", "*.example.com", "git.host:8443"]) == allowed
+    assert is_allowed(host, port, ["packages.example.net", "*.example.com", "git.host:8443"]) == allowed
 
 
 @pytest.mark.parametrize(
