@@ -69,6 +69,16 @@ async def test_a_group_that_starts_together_computes_its_prompt_once(prompt: lis
     assert len({tuple(one.tokens) for one in got}) > 1, "each with its own seed"
 
 
+async def test_a_group_that_arrives_at_once_takes_one_step() -> None:
+    """The decode loop waits for work meanwhile: it must not begin with the first request alone."""
+    async with engine_at(make_update(0)) as engine:
+        for turn in range(20):
+            prompt, before = [turn, *PROMPT], engine.metrics()["steps_total"]
+            group = [request(prompt, f"s{turn}.{n}", seed=None, max_tokens=1) for n in range(8)]
+            await asyncio.gather(*(generate(engine, one) for one in group))
+            assert engine.metrics()["steps_total"] == before + 1
+
+
 async def test_sessions_share_a_prefix_and_go_on_alone() -> None:
     contexts = [[*LONG[:40], *tail] for tail in ([1], [2, 3], [*LONG[40:44], 5], LONG[40:60])]
     async with engine_at(make_update(0)) as engine:
@@ -193,6 +203,22 @@ def test_two_contexts_have_the_same_key_only_if_they_are_the_same() -> None:
     others = [page_key(root, [1, 2, 3, 4]), page_key(page_key(root, [2, 1]), [3, 4]), page_key(root, [3, 4])]
     others.append(page_key(page_key(root_key(PolicyRef("main", 1, "bf16", "digest")), [1, 2]), [3, 4]))
     assert whole not in others and len(set(others)) == 4
+
+
+def test_one_of_a_group_that_comes_later_takes_the_keys_of_its_pages() -> None:
+    size = CONFIG.block_size
+    first, later, other = (make_generation(number, 4 * size + 1, first=number // 3) for number in (1, 2, 3))
+    expected = first.full_keys(0, 4, POLICY, size)
+    first.tokens += [1] * size  # it has sampled; its next page is none of theirs
+    first.full_keys(0, 5, POLICY, size)
+    for one in (later, other):
+        own = one.full_keys(0, 1, POLICY, size)
+        one.take_keys(first, size)
+        assert one.full_keys(0, 1, POLICY, size) == own
+    assert len(later._keys) == 5 and len(other._keys) == 2, "with that of an empty context"
+    assert later.full_keys(0, 4, POLICY, size) == expected
+    later.tokens += [2] * size
+    assert later.full_keys(4, 1, POLICY, size) != first.full_keys(4, 1, POLICY, size)
 
 
 def test_condemned_pages_are_cleaned_when_the_last_holder_leaves() -> None:

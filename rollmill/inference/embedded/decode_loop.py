@@ -98,7 +98,7 @@ class DecodeLoop:
             self._bursts = Bursts(self._runner, self.scheduler, config.stream_seconds)
         self._closing = self._warm = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
-        self._inbox: queue.SimpleQueue[_Command | Generation] = queue.SimpleQueue()  # a generation asks to be added
+        self._inbox: queue.SimpleQueue[_Command | list[Generation]] = queue.SimpleQueue()  # generations are to be added
         self._ahead: Callable[[], None] | None = None  # waits for a step of prompts and records its tokens
         self._outbox: Outbox = []
         self.thread = threading.Thread(target=self._work, name="engine-decode", daemon=True)
@@ -110,11 +110,11 @@ class DecodeLoop:
         self._put(_Command(future, command, recorded))
         return future
 
-    def post_request(self, generation: Generation) -> None:
-        """Add a request. Nobody waits for the decode loop: if it is refused, the error goes to the request."""
-        self._put(generation)
+    def post_requests(self, generations: list[Generation]) -> None:
+        """Add requests. Nobody waits for the decode loop: if one is refused, the error goes to the request."""
+        self._put(generations)
 
-    def _put(self, item: _Command | Generation) -> None:
+    def _put(self, item: _Command | list[Generation]) -> None:
         with self._lock:
             if self.ended.done():
                 raise EngineUnavailable("the engine has stopped", hint="start it again; its log tells why it stopped")
@@ -221,8 +221,8 @@ class DecodeLoop:
             self.ended.set_exception(failure) if failure else self.ended.set_result(None)
         while not self._inbox.empty():
             left = self._inbox.get()
-            if isinstance(left, Generation):
-                self._outbox.append((left, why))
+            if isinstance(left, list):
+                self._outbox += [(generation, why) for generation in left]
             elif left.future.set_running_or_notify_cancel():  # otherwise the sender has gone
                 left.future.set_exception(why)
         self._outbox += [(generation, why) for generation in self.scheduler.everyone()]
@@ -232,8 +232,9 @@ class DecodeLoop:
         while wait or not self._inbox.empty():
             taken = self._next_command()
             wait = False
-            if isinstance(taken, Generation):
-                self._enter(taken)
+            if isinstance(taken, list):
+                for generation in taken:
+                    self._enter(generation)
                 continue
             future, command, recorded = taken
             try:
@@ -249,7 +250,7 @@ class DecodeLoop:
             except Exception as error:  # the sender handles it; the decode loop goes on
                 future.set_exception(error)
 
-    def _next_command(self) -> _Command | Generation:
+    def _next_command(self) -> _Command | list[Generation]:
         try:
             return self._inbox.get(timeout=GAP_SECONDS)
         except queue.Empty:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollmill.errors import EngineError, WeightsError
 from rollmill.histogram import Histogram
@@ -30,6 +30,9 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, is_full
 from rollmill.types import PolicyRef
 from rollmill.weights.reading.follower import Update
+
+T = TypeVar("T")
+GATHERED = 64  # requests that reach the decode loop together at most: checking as many takes milliseconds
 
 
 class EmbeddedEngine:
@@ -67,6 +70,7 @@ class EmbeddedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = 0
         self._checked: list[int] = []  # the context that was checked last
+        self._arrived: list[Generation] = []  # in this turn of the event loop
         self._applying = asyncio.Lock()
 
     async def __aenter__(self) -> EmbeddedEngine:
@@ -76,7 +80,7 @@ class EmbeddedEngine:
 
     async def __aexit__(self, *_: object) -> None:
         with contextlib.suppress(EngineUnavailable):
-            self._decoding.post(self._decoding.close)
+            self._post(self._decoding.close)
         await asyncio.to_thread(self._decoding.thread.join)
 
     @property
@@ -96,7 +100,7 @@ class EmbeddedEngine:
         generation.grammar = grammar
         finish = None
         try:
-            self._decoding.post_request(generation)
+            self._arrive(generation)
             while finish is None:
                 chunk = await chunks.get()
                 if isinstance(chunk, Exception):
@@ -106,23 +110,23 @@ class EmbeddedEngine:
         finally:
             if finish is None:  # the client went away
                 with contextlib.suppress(EngineUnavailable):
-                    self._decoding.post(lambda: self._decoding.abort(generation))
+                    self._post(lambda: self._decoding.abort(generation))
 
     async def apply(self, update: Update) -> Applied:
         async with self._applying:
             with _refused_without_memory(update.policy):
                 ready = await asyncio.to_thread(self._decoding.prepare, update)
-                return await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.apply(update, ready)))
+                return await asyncio.wrap_future(self._post(lambda: self._decoding.apply(update, ready)))
 
     async def pause(self) -> None:
         """Once this returns, no token is computed. Requests are kept."""
-        await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.set_paused(True)))
+        await asyncio.wrap_future(self._post(lambda: self._decoding.set_paused(True)))
 
     async def drain(self) -> None:
-        await asyncio.wrap_future(self._decoding.post(self._decoding.drain))
+        await asyncio.wrap_future(self._post(self._decoding.drain))
 
     async def resume(self) -> None:
-        await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.set_paused(False)))
+        await asyncio.wrap_future(self._post(lambda: self._decoding.set_paused(False)))
 
     def health(self) -> dict[str, Any]:
         policy, scheduler = self._decoding.policy, self._decoding.scheduler
@@ -174,6 +178,30 @@ class EmbeddedEngine:
         seed = request.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed % 2**64
         return Generation(self._requests, request, stream, limit, seed, chunks.put)
+
+    def _arrive(self, generation: Generation) -> None:
+        """Requests of one turn of the event loop reach the decode loop together, so that a group on one prompt takes
+        one step: alone, the first one would be computed before the others are there."""
+        self._arrived.append(generation)
+        if len(self._arrived) == 1:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        elif len(self._arrived) == GATHERED:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        try:
+            self._decoding.post_requests(arrived)
+        except EngineUnavailable as error:
+            for generation in arrived:
+                generation.deliver(error)
+
+    def _post(self, command: Callable[[], T]) -> Future[T]:
+        """Runs a command in the decode loop, after the requests that came before it."""
+        self._hand_over()
+        return self._decoding.post(command)
 
     def _send(self, outbox: Outbox) -> None:
         """Called in the decode loop's thread. One call for all: waking the event loop is slow."""

@@ -123,6 +123,16 @@ class Generation:
         self.parent_of(page + count, policy, size)
         return self._keys[page + 1 : page + count + 1]
 
+    def take_keys(self, other: Generation, size: int) -> None:
+        """Takes the keys of its full pages from `other`, if that has them and its context begins with this one: those
+        of a group that come later hash their prompt only up to the first page."""
+        full = len(self.tokens) // size
+        helps = self._keys_policy is other._keys_policy and len(self._keys) <= full < len(other._keys)
+        if helps and len(other.tokens) == len(self.tokens):
+            self.is_twin_of(other)  # takes them, and remembers the comparison
+        elif helps and other.tokens[: len(self.tokens)] == self.tokens:
+            self._keys = other._keys[: full + 1]
+
     def is_twin_of(self, other: Generation) -> bool:
         """Whether both have the same context. Then the keys of full pages are taken from `other`, so that a group
         hashes its prompt once. Contexts are compared once while neither grows: one that waits for a long prompt is

@@ -15,7 +15,6 @@ sessions never take keys and values of an older policy.
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -90,16 +89,18 @@ class Pages:
             return []
         free = self._free
         pages = [free.pop() if free else self._evict() for _ in range(count)]
-        self._references[pages] = 1
-        self._stamps[pages] += 1
+        index = np.array(pages)
+        self._references[index] = 1
+        self._stamps[index] += 1
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
         """`pages` are different pages."""
         if not pages:
             return
-        self._references[pages] += 1
-        for page in itertools.compress(pages, self._references[pages] == 1):
+        index = np.array(pages)
+        self._references[index] = counts = self._references[index] + 1
+        for page in index[counts == 1].tolist():
             del self._idle[page]
 
     def give(self, pages: Sequence[int], *, keep: bool = False) -> None:
@@ -108,9 +109,9 @@ class Pages:
         its end."""
         if not pages:
             return
-        last_first = pages[::-1]
-        self._references[last_first] -= 1
-        left = list(itertools.compress(last_first, self._references[last_first] == 0))
+        last_first = np.array(pages)[::-1]
+        self._references[last_first] = counts = self._references[last_first] - 1
+        left = last_first[counts == 0].tolist()
         if keep and not self._condemned:
             self._idle.update(dict.fromkeys(left))
             return
@@ -130,6 +131,15 @@ class Pages:
 
     def find(self, key: bytes) -> int | None:
         return self._index.get(key)
+
+    def find_first(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of `keys`, up to the first one that is not found."""
+        get, pages = self._index.get, []
+        for key in keys:
+            if (page := get(key)) is None:
+                break
+            pages.append(page)
+        return pages
 
     def name(self, page: int, key: bytes, part: tuple[bytes, int] | None = None) -> None:
         """From now on, `find(key)` returns the page. Of two pages with equal contents the first keeps its name. `part`

@@ -28,6 +28,7 @@ class Prefixes:
         self.copies: list[tuple[int, int]] = []  # (source, target): pages to copy before the next step, in order
         self._promises: dict[bytes, Generation] = {}
         self._policy: PolicyRef | None = None
+        self._hashed: Generation | None = None  # the last one whose keys were all computed
         self.hits = self.hit_tokens = 0
 
     def follow(self, policy: PolicyRef) -> None:
@@ -98,13 +99,9 @@ class Prefixes:
         # keys are computed for one page first: most contexts find none
         if most <= 0 or self._pages.find(generation.parent_of(first + 1, policy, self._size)) is None:
             return
-        keys = generation.full_keys(first, most, policy, self._size)
-        pages: list[int] = []
-        for key in keys:
-            page = self._pages.find(key)
-            if page is None:
-                break
-            pages.append(page)
+        if self._hashed is not None:
+            generation.take_keys(self._hashed, self._size)
+        pages = self._pages.find_first(generation.full_keys(first, most, policy, self._size))
         self._pages.hold(pages)
         self._reuse(generation, pages, len(pages) * self._size)
 
@@ -118,6 +115,7 @@ class Prefixes:
         keys = generation.full_keys(first, full - first, policy, size)
         if len(generation.tokens) % size:
             keys.append(generation.key_of(full, len(generation.tokens) % size, policy, size))
+        self._hashed = generation
         generation.promised = [key for key in keys if self._promises.setdefault(key, generation) is generation]
 
     def withdraw(self, generation: Generation) -> None:
