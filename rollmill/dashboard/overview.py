@@ -239,7 +239,11 @@ def _history(channel: Channel) -> Markup:
         tag("li", f"{entry.number}: ", tag("code", str(entry.version)), " ", moment(entry.at))
         for entry in channel.entries
     ]
-    return tag("details", tag("summary", f"{len(entries)} {'move' if len(entries) == 1 else 'moves'}"), tag("ul", entries, class_="incidents"))
+    return tag(
+        "details",
+        tag("summary", f"{len(entries)} {'move' if len(entries) == 1 else 'moves'}"),
+        tag("ul", entries, class_="incidents"),
+    )
 
 
 def cycles(found: Mapping[int, Sequence[Move]]) -> Markup:
