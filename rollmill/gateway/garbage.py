@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _NEW_OBJECTS = 2_000  # looked at together
 _LOOK_S = 1.0
 _SOONEST_S = 600.0  # between two looks at all objects
-_OBJECT_S = 1e-6  # how long a look at all objects takes for each
+_BYTE_S = 7e-9  # how long it takes for each byte that the log has of open sessions (to count objects takes long too)
 _RARELY = 10_000  # the time between two looks, in times of what a look takes
 _GROWTH, _GROWTH_BYTES = 1.25, 256 << 20  # of the memory between two looks: more is a reason to look
 _SESSION = 8  # bytes of memory that an open session may take, for each of its bytes in the log; 3 were seen
@@ -54,9 +54,9 @@ async def collect_all(is_idle: Callable[[], bool], recorded_bytes: Callable[[], 
     last, kept, recorded = time.monotonic(), _resident_bytes(), recorded_bytes()
     while True:
         await asyncio.sleep(_LOOK_S)
-        takes_s = gc.get_freeze_count() * _OBJECT_S
-        rested = time.monotonic() - last > max(_SOONEST_S, _RARELY * takes_s)
-        of_sessions = _SESSION * max(0, recorded_bytes() - recorded)
+        now = recorded_bytes()
+        rested = time.monotonic() - last > max(_SOONEST_S, _RARELY * _BYTE_S * now)
+        of_sessions = _SESSION * max(0, now - recorded)
         grown = _resident_bytes() > _GROWTH * kept + _GROWTH_BYTES + of_sessions
         if _leave in gc.callbacks and (grown or (rested and is_idle())):
             _look_at_all()

@@ -51,7 +51,6 @@ async def test_a_request_leaves_no_cycle(mill: Mill, answers: Answers) -> None:
 async def test_objects_in_use_are_left_alone_until_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_LOOK_S", 0.0)
     monkeypatch.setattr(garbage, "_SOONEST_S", 0.0)
-    monkeypatch.setattr(garbage, "_RARELY", 0)
     idle = asyncio.Event()
     garbage.collect_little()
     try:
@@ -77,15 +76,15 @@ async def test_a_look_that_takes_long_is_rare(monkeypatch: pytest.MonkeyPatch) -
     """Also while nobody asks: who comes then would wait."""
     monkeypatch.setattr(garbage, "_LOOK_S", 0.0)
     monkeypatch.setattr(garbage, "_SOONEST_S", 0.0)
-    monkeypatch.setattr(garbage, "_OBJECT_S", 1.0)
+    recorded = 1 << 30
     garbage.collect_little()
-    collecting = asyncio.create_task(garbage.collect_all(lambda: True, lambda: 0))
+    collecting = asyncio.create_task(garbage.collect_all(lambda: True, lambda: recorded))
     try:
         old = cycle_that_was_in_use()
         for _ in range(20):
             await asyncio.sleep(0)
         assert old() is not None
-        monkeypatch.setattr(garbage, "_OBJECT_S", 0.0)
+        recorded = 0
 
         async def is_collected() -> bool:
             return old() is None
