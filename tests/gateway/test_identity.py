@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session
 from tests.chat.conftest import TOOLS
@@ -37,6 +39,36 @@ async def test_every_answer_names_its_session_and_the_name_continues_it(mill: Mi
         headers={"Authorization": f"Bearer {LIVE}", "x-rollmill-session": "b"},
     ) as response:
         assert response.status == 400 and "two sessions" in await response.text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [USER]}),
+        ("responses", {"input": "Fix add."}),
+        ("completions", {"prompt": [1, 2, 3]}),
+        ("messages", {"model": "rollmill", "max_tokens": 50, "messages": [USER]}),
+    ],
+)
+async def test_every_dialect_gives_each_of_two_unnamed_users_a_name_of_their_own(
+    mill: Mill, answers: Answers, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+
+    async def ask(headers: dict[str, str]) -> str:
+        sent = {"Authorization": f"Bearer {LIVE}", **headers}
+        url = f"{door.url}/v1/{path}"
+        async with door.http.post(url, json=body | {"stream": stream}, headers=sent) as response:
+            assert response.status == 200, await response.text()
+            await response.read()
+            return response.headers["x-rollmill-session"]
+
+    ann, bob = [await ask({}) for _ in range(2)]
+    assert ann != bob
+    assert [await ask({"x-rollmill-session": name}) for name in (bob, ann)] == [bob, ann]
+    _, listed = await door.admin("GET", "/sessions")
+    assert len(listed["sessions"]) == 2
 
 
 async def test_a_session_key_cannot_name_another_session(mill: Mill, answers: Answers) -> None:
