@@ -26,7 +26,7 @@ def show_settings(
 ) -> None:
     """Explain the settings of a RUN.toml: type, default, and what each one does.
 
-    Without a SECTION it explains the settings of the top level and lists the sections. For example:
+    Without a SETTING it explains the settings of the top level and lists the sections. For example:
 
         rollmill config
         rollmill config stages.rl.training.optimizer

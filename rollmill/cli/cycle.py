@@ -27,7 +27,7 @@ def run_cycles(
             help="settings of [cycle] and [gate] from now on: `cycle.share=0.1`; the run keeps them",
         ),
     ] = None,
-    cycles: Annotated[int | None, typer.Option(min=1, help="stop after this many; default: go on for ever")] = None,
+    cycles: Annotated[int | None, typer.Option(min=1, help="stop after this many; default: run until stopped")] = None,
 ) -> None:
     """Drive cycles: learn from what users did with the answers of the live version.
 

@@ -27,7 +27,7 @@ def build(
     repository: Annotated[
         Path | None, typer.Option(help="a git repository; its history ends at --commit", show_default=False)
     ] = None,
-    commit: Annotated[str, typer.Option(help="of the repository: the last thing that machines see of it")] = "HEAD",
+    commit: Annotated[str, typer.Option(help="of the repository: machines see it and its history")] = "HEAD",
     oci: Annotated[
         Path | None,
         typer.Option(help="an OCI layout or archive; its files below --inside are taken", show_default=False),
@@ -63,7 +63,9 @@ def build(
         ),
     ] = None,
 ) -> None:
-    """Build an image from requirements, a repository, files of an OCI image, a directory, or several. For example:
+    """Build an image from requirements, a repository, files of an OCI image, a directory, or several.
+
+    For example:
 
         rollmill images build mini --requirements requirements.txt
         rollmill images build shop --repository src/shop --commit v1.2 --verify "make test"
@@ -130,16 +132,18 @@ def autoinstall(
     name: Annotated[
         str | None, typer.Option(help="name of the image", show_default="the directory of the repository")
     ] = None,
-    commit: Annotated[str, typer.Option(help="the last thing that machines see of the repository")] = "HEAD",
+    commit: Annotated[str, typer.Option(help="the commit that machines see, with its history")] = "HEAD",
     requirements: Annotated[
         Path | None, typer.Option(help="a pip requirements file, installed beforehand", show_default=False)
     ] = None,
     model_name: Annotated[str, typer.Option(help="the model to ask for")] = "rollmill",
     key_env: Annotated[str, typer.Option(help="environment variable with the endpoint's key")] = "OPENAI_API_KEY",
     kind: Annotated[str, typer.Option(help="kind of machine: namespace or qemu")] = "namespace",
-    attempts: Annotated[int, typer.Option(min=1, help="how often the agent may begin anew")] = 3,
+    attempts: Annotated[int, typer.Option(min=1, help="how many times the agent may try")] = 3,
 ) -> None:
-    """Let an agent set a repository up, and keep the recipe and an image of the result. For example:
+    """Let an agent install a repository, and keep its recipe and an image of the result.
+
+    For example:
 
         rollmill images autoinstall src/shop --requirements dev.txt --verify "make test" --model http://HOST/v1
 
@@ -166,7 +170,9 @@ def autoinstall(
 
 @app.command("push")
 def push(name: Name, store: Store) -> None:
-    """Write an image to an object store, where other hosts find it. For example:
+    """Write an image to an object store, where other hosts find it.
+
+    For example:
 
         rollmill images push mini s3://bucket/images
 
@@ -186,7 +192,9 @@ def pull(
         bool, typer.Option("--trust", help="Take an operating system from there too: parts of it run outside machines.")
     ] = False,
 ) -> None:
-    """Get an image from an object store. For example:
+    """Get an image from an object store.
+
+    For example:
 
         rollmill images pull mini s3://bucket/images
 
@@ -203,7 +211,9 @@ def pull(
 
 @app.command("list")
 def list_all() -> None:
-    """List the images that were built here: name, digest, size, what for. For example:
+    """List the images that were built here: name, digest, size, what for.
+
+    For example:
 
         rollmill images list
 
@@ -230,9 +240,11 @@ def list_all() -> None:
 
 @app.command("rm")
 def remove(name: Name) -> None:
-    """Remove an image. Its content goes when no other name has it. For example:
+    """Remove an image. Its content is deleted when no other image uses it.
 
-    rollmill images rm mini
+    For example:
+
+        rollmill images rm mini
     """
     from rollmill.environments.machines.build_image import remove_image
 

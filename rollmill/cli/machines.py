@@ -16,7 +16,9 @@ def setup(
         str | None, typer.Option(help="of the guests: x86_64 or aarch64", show_default="this host's")
     ] = None,
 ) -> None:
-    """Get what virtual machines need: QEMU and a Linux kernel, from Debian packages. For example:
+    """Get what virtual machines need: QEMU and a Linux kernel, from Debian packages.
+
+    For example:
 
         rollmill machines setup
         rollmill machines setup --architecture x86_64
@@ -32,7 +34,9 @@ def setup(
 
 @app.command("doctor")
 def doctor() -> None:
-    """Try every kind of machine: start, run a command, snapshot, restore. For example:
+    """Try every kind of machine: start, run a command, snapshot, restore.
+
+    For example:
 
         rollmill machines doctor
 
@@ -86,15 +90,17 @@ def fidelity(
     ] = None,
     print_probe: Annotated[bool, typer.Option("--print-probe", help="print the program of the probe and exit")] = False,
 ) -> None:
-    """Score how tellable apart a machine and an ordinary computer are, item by item. For example:
+    """Score, item by item, how much a machine differs from an ordinary computer.
+
+    For example:
 
         rollmill machines fidelity
         rollmill machines fidelity --print-probe > probe.py
         rollmill machines fidelity --image shop --reference laptop.json
 
     A probe runs in a machine and is compared with a reference: 0 means that it cannot tell them apart. Models that
-    notice a made environment behave differently in it. The score is kept with a built image. The default reference is
-    written by hand; `python probe.py > laptop.json` records one.
+    notice an artificial environment behave differently in it. The score is kept with a built image. The default
+    reference is written by hand; `python probe.py > laptop.json` records one.
     """
     import asyncio
 
@@ -150,7 +156,9 @@ def serve(
         typer.Option(help="URL of a run's `machine.listen`: connect to it, and listen on nothing", show_default=False),
     ] = None,
 ) -> None:
-    """Offer the machines of this host behind a URL, to dispatchers on other hosts and to E2B's SDKs. For example:
+    """Offer the machines of this host behind a URL, to dispatchers on other hosts and to E2B's SDKs.
+
+    For example:
 
         export ROLLMILL_MACHINES_KEY=$(openssl rand -hex 24)
         rollmill machines serve --host 10.0.0.7 --tls-cert host.pem --tls-key host.key
@@ -158,7 +166,7 @@ def serve(
     Every request needs the key, which is read from the environment variable ROLLMILL_MACHINES_KEY. A run uses the hosts
     with [machine] kind = "remote" and hosts = ["https://10.0.0.7:8900"]. E2B's SDKs use them with E2B_API_URL and
     E2B_SANDBOX_URL set to the URL, and E2B_API_KEY set to the key. Images are those of this host. A host
-    that nobody can reach connects outwards with --connect to the URL of a run that has `listen` in [machine].
+    that cannot be reached connects outwards with --connect to the URL of a run that has `listen` in [machine].
     """
     import asyncio
     import os

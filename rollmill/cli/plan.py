@@ -24,7 +24,8 @@ def plan_run(
 ) -> None:
     """Estimate memory, tokens per second and weight traffic of a run's RL stage on GPUs, and divide them.
 
-    The estimates follow from measurements on one H200; that several GPUs add up is assumed. Nothing is started.
+    The estimates follow from measurements on one H200. That speed grows with the number of GPUs is assumed. Nothing is
+    started.
 
     For example:
 

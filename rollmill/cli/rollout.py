@@ -32,7 +32,7 @@ def rollout(
     task: Annotated[str | None, typer.Option("--task", metavar="ID", help="the task; default: the first one")] = None,
     model_name: ModelNameOption = SERVED_MODEL,
     key: KeyOption = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="of sampling")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="sampling temperature")] = 1.0,
     full: Annotated[bool, typer.Option("--full", help="print long messages whole")] = False,
 ) -> None:
     """Play one episode, and print its transcript, reward and evidence. This is how to debug an environment.

@@ -178,8 +178,9 @@ def scale(
 ) -> None:
     """Change how many engines a run has, while it trains.
 
-    New engines join when they have loaded the weights. An engine that stops leaves first; answers that it has begun go
-    on elsewhere. The number stays until the next `scale`, also when the run is resumed.
+    New engines join when they have loaded the weights. An engine that is removed takes no new requests; other
+    engines continue the answers that it has begun. The number stays until the next `scale`, also when the run is
+    resumed.
 
     For example:
 
@@ -196,7 +197,7 @@ def scale(
 def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False) -> None:
     """Delete a run directory with all its weights and trajectories. A run that is in use is refused.
 
-    Rows in a PostgreSQL database stay, and objects in a `store` that is no directory.
+    Rows in a PostgreSQL database stay. So do the objects of a run whose `store` is a URL.
 
     For example:
 

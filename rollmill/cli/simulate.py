@@ -29,7 +29,9 @@ def burst(
     ] = Path("benchmarks/machine_starts.json"),
     seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 0,
 ) -> None:
-    """Simulate a burst of machines over many hosts, with the real placement code. For example:
+    """Simulate a burst of machines over many hosts, with the real placement code.
+
+    For example:
 
         rollmill simulate burst
         rollmill simulate burst --kind qemu --hosts 1000 --lost-hosts 20

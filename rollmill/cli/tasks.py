@@ -20,7 +20,7 @@ app = typer.Typer(help="Look at the tasks of a run, and check them on real machi
 
 Source = Annotated[Path, typer.Argument(metavar="RUN", help="a RUN.toml or a run directory", show_default=False)]
 Count = Annotated[
-    int, typer.Option(min=1, help="most tasks per split of a set that makes tasks up; lists are shown whole")
+    int, typer.Option(min=1, help="tasks per split of a generated task set; a list of tasks is always complete")
 ]
 Split = Annotated[str | None, typer.Option(help="only this split: train, heldout, …")]
 _AT_ONCE = 4  # tasks that are checked at the same time
@@ -33,9 +33,11 @@ def list_tasks(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
     count: Count = 20,
 ) -> None:
-    """List tasks: id, split, family, tags. For example:
+    """List tasks: id, split, family, tags.
 
-    rollmill tasks list run.toml --split heldout
+    For example:
+
+        rollmill tasks list run.toml --split heldout
     """
     from rich.console import Console
     from rich.table import Table
@@ -58,9 +60,11 @@ def show_task(
     task_id: Annotated[str, typer.Argument(metavar="ID", help="the task", show_default=False)],
     grading: Annotated[bool, typer.Option("--grading", help="also print the hidden grading and the reference")] = False,
 ) -> None:
-    """Show one task: what the agent is asked, its files, what is handed in, how it is graded. For example:
+    """Show one task: what the agent is asked, its files, what is handed in, how it is graded.
 
-    rollmill tasks show run.toml greet --grading
+    For example:
+
+        rollmill tasks show run.toml greet --grading
     """
     _, tasks = _open(source)
     task = tasks.get(task_id)
@@ -167,7 +171,7 @@ def _open(source: Path) -> tuple[Settings, TaskSet]:
 
 
 def _every(tasks: TaskSet, split: str | None, count: int) -> list[Task]:
-    """The tasks of a list; of a set that makes tasks up, the first `count` per split."""
+    """All tasks of a list; the first `count` per split of a generated task set."""
     listed: dict[str, Task] | None = getattr(tasks, "tasks", None)
     if isinstance(listed, dict):
         return [task for task in listed.values() if split in (None, task.split)]
