@@ -127,3 +127,30 @@ def test_a_name_is_the_key_s_own(mill: Mill, answers: Answers) -> None:
     talk.registry.remove(unnamed)  # sealed: the token names the conversation that follows
     after = talk.ask([USER, ONE, USER], unnamed.name)
     assert after is not unnamed and talk.ask([USER], unnamed.name) is after
+
+
+class Unread(dict[Any, Any]):
+    """Nobody goes through it."""
+
+    def items(self) -> Any:
+        raise AssertionError
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+
+def test_the_latest_session_of_a_name_is_found_without_looking_at_all(mill: Mill, answers: Answers) -> None:
+    """Feedback is about a name: with 100,000 open sessions the event loop stood still for it."""
+    talk = Talk(mill, answers)
+    first = talk.ask([USER], "chat")
+    of_ann = talk.ask([USER], "chat", user="ann")
+    talk.ask([USER], "chat", key_id="other")
+    talk.registry._named = Unread(talk.registry._named)
+    assert talk.registry.named("chat", "k") is of_ann and talk.registry.named("none", "k") is None
+    talk.ask([USER, ONE, USER], "chat")  # an older one that goes on stays the older one
+    assert talk.registry.named("chat", "k") is of_ann
+    talk.registry.remove(of_ann)
+    assert talk.registry.named("chat", "k") is first
+    talk.registry.remove(first)
+    assert talk.registry.named("chat", "k") is None
+    assert talk.ask([USER], "chat") is talk.registry.named("chat", "k")

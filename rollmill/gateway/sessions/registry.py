@@ -56,6 +56,7 @@ class Registry:
         self.opened: Callable[[Session], None] = lambda session: None  # is called with each new session
         self.early: list[LogEntry] = []  # replayed entries of gateway.early
         self._named: dict[tuple[str, ...], str] = {}  # key, consent, user, the client's name -> trajectory
+        self._alike: dict[tuple[str, str], list[tuple[str, ...]]] = {}  # key, name -> those of the above, latest last
         # digest of an unnamed conversation up to an answer -> trajectory; None if there are several. Ended ones count:
         # the user who continues may be theirs
         self._histories: OrderedDict[bytes, str | None] = OrderedDict()
@@ -70,7 +71,10 @@ class Registry:
         check_id(facts.trajectory)
         session = self._sessions[facts.trajectory] = Session(facts)
         if facts.traffic == "production" and "session" in facts.provenance:
-            self._named[_name(facts)] = facts.trajectory
+            name = _name(facts)
+            if name not in self._named:
+                self._alike.setdefault((name[0], name[-1]), []).append(name)
+            self._named[name] = facts.trajectory
         self.opened(session)
         return session
 
@@ -79,8 +83,8 @@ class Registry:
 
     def named(self, name: str, key_id: str) -> Session | None:
         """The open session to which a client with this key gave the name."""
-        found = (id for named, id in reversed(self._named.items()) if (named[0], named[-1]) == (key_id, name))
-        return self._sessions.get(next(found, ""))
+        alike = self._alike.get((key_id, name))
+        return self._sessions.get(self._named[alike[-1]]) if alike else None
 
     def remove(self, session: Session) -> None:
         trajectory, name = session.facts.trajectory, _name(session.facts)
@@ -89,6 +93,10 @@ class Registry:
             self.responses.forget(trajectory)
         if self._named.get(name) == trajectory:
             del self._named[name]
+            alike = self._alike[name[0], name[-1]]
+            alike.remove(name)
+            if not alike:
+                del self._alike[name[0], name[-1]]
 
     def key(self, trajectory: str) -> str:
         proof = hmac.new(self._secret, f"session {trajectory}".encode(), hashlib.sha256).hexdigest()[:40]
