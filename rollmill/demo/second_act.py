@@ -33,12 +33,14 @@ from rollmill.weights.reading.store import WeightStore
 
 WALKS = Path(__file__).with_name("walks.toml")
 MIDTRAIN = "midtrain"
-POPULATION = "steady"
+POPULATION = "walkers"
 SETTINGS = (
     f'name="{SECOND_ACT}"',
     f"stages.{MIDTRAIN}.sources.0.keeps=0.8",  # a teacher that users can live with
     "gateway.seal_idle_s=2.0",
-    "cycle.enough=96",
+    "cycle.enough=320",
+    "cycle.steps=8",
+    "cycle.lr=5e-4",  # with 8e-4 and more, calls become malformed
     "cycle.settle_s=1.0",
     "cycle.share=0.5",
     "cycle.canary_sessions=16",  # few: the canary stops only a great loss, and proves no gain
@@ -54,8 +56,8 @@ SETTINGS = (
     "gate.max_more_questions=0.05",
 )
 BEFORE = "before.json"  # what was measured before the cycle
-MEASURED = 64  # users of a measurement
-BATCH = 48  # users who come together
+MEASURED = 96  # users of a measurement
+BATCH = 64  # users who come together
 
 
 def make_run(demo: RunDirectory) -> RunDirectory:

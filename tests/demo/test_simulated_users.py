@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from aiohttp import web
@@ -12,9 +13,9 @@ from aiohttp.test_utils import TestServer
 
 from rollmill.cluster.run import RunConfig
 from rollmill.config import load_config
-from rollmill.demo.second_act import WALKS
-from rollmill.demo.simulated_users import FOLDER, load_population, visit
-from rollmill.demo.walks import Walk
+from rollmill.demo.second_act import POPULATION, WALKS
+from rollmill.demo.simulated_users import FOLDER, Seen, _accepts, load_population, visit
+from rollmill.demo.walks import FILES, Walk
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.errors import ConfigError
 from tests.environments.harnesses.test_coding import ScriptedModel
@@ -69,6 +70,14 @@ def test_a_population_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 def test_every_population_loads() -> None:
     names = [path.stem for path in FOLDER.glob("*.toml")]
-    assert {"steady", "inverted", "poisoned-calls", "poisoned-questions"} <= set(names)
+    assert {"steady", "walkers", "inverted", "poisoned-calls", "poisoned-questions"} <= set(names)
     for name in names:
         assert load_population(name).users
+
+
+def test_every_user_of_the_second_act_accepts_a_walk_without_a_needless_turn() -> None:
+    turns = 2 * FILES + 1  # each file is read and summarised, then there is an answer
+    for taste in load_population(POPULATION).users:
+        for more, solved in ((0, 1.0), (0, 0.0), (1, 1.0)):
+            seen = dict.fromkeys(get_args(Seen), 0.0) | {"solved": solved, "turns": turns + more, "constant": 1.0}
+            assert _accepts(taste.likes, seen) == (solved == 1.0 and not (more and taste.name == "hasty"))
