@@ -57,10 +57,7 @@ def build(
     ] = None,
     kind: Annotated[str, typer.Option(help="kind of machine that verifies: namespace or qemu")] = "namespace",
     python: Annotated[
-        str | None,
-        typer.Option(
-            help="the version that the packages are for, such as 3.12; only the one of this host", show_default=False
-        ),
+        str | None, typer.Option(help="Python version of the packages: must be that of this host", show_default=False)
     ] = None,
 ) -> None:
     """Build an image from requirements, a repository, files of an OCI image, a directory, or several.
@@ -84,7 +81,7 @@ def build(
 
     if all(each is None for each in (directory, requirements, repository, oci, services, suite, dockerfile)):
         raise ConfigError(
-            "an image of what?",
+            "no source for the image was given",
             hint="--directory, --requirements, --repository, --oci, --dockerfile, --suite or --services",
         )
     check_python(python)

@@ -80,10 +80,13 @@ def make_app(
     workers: Workers | None = None,
     run: str | None = None,
 ) -> web.Application:
-    """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token,
-    the production key and the rollout key are valid too. `splits` says how production is divided, from then on. With a
-    `fleet`, engines register and are followed. With several `workers`, this is the app of one of them, and its log is
-    in a directory of its own in `log_dir`. `run` is the id that production is recorded with."""
+    """The gateway as a web application. Sessions found in `log_dir` continue after a crash.
+
+    `keys`: those that `rollmill keys` made; the admin token, the production key and the rollout key are valid too.
+    `splits`: how production is divided, read again while the gateway runs. `fleet`: engines register, and come and go.
+    `workers`: this is the app of one of several processes, with a log directory of its own in `log_dir`. `run`: the id
+    that production is recorded with.
+    """
     workers = workers or Workers()
     workers.reader_wait_s = config.reader_wait_s
     config, log_dir = share(config, workers), log_directory(log_dir, workers.number)
