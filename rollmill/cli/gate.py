@@ -105,7 +105,7 @@ def metrics_table(verdict: Mapping[str, Any]) -> Table:
             ),
             f"{low} to {high}",
             f"{'≥' if metric['at_least'] else '≤'} {_figure(metric['bound'])}",
-            "holds" if metric["holds"] else "FAILS",
+            "ok" if metric["holds"] else "FAILS",
         )
     return table
 

@@ -39,7 +39,7 @@ def test_the_gates_table_fits_a_terminal_and_a_log_of_80_columns() -> None:
         console.print(metrics_table(VERDICT.describe()))
     lines = [line.split() for line in caught.get().splitlines()]
     assert lines[2:] == [
-        ["tokens_per_solved", "141234", "–", "×", "1.500", "0.610", "to", "12.2", "≤", "2.000", "holds"],
+        ["tokens_per_solved", "141234", "–", "×", "1.500", "0.610", "to", "12.2", "≤", "2.000", "ok"],
         ["malformed", "0.012", "0.104", "-0.092", "-0.145", "to", "-0.044", "≥", "-0.125", "FAILS"],
     ]
 

@@ -21,7 +21,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.workers import _Forwarded
 from tests.chat.conftest import HERMES_TOKENS, TOOLS
 from tests.chat.test_streaming import KINDS
-from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill
+from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_fuzz import post
 
@@ -101,7 +101,11 @@ async def test_a_client_that_does_not_read_its_stream_loses_its_place(
         client.sendall(post(json.dumps({"messages": [USER], "stream": True}).encode()))
         await engine.asked(1)
         assert (await door.ask(LIVE, [{"role": "user", "content": "hello"}]))[0] == 200  # it had waited for the place
-        assert 'answers_cut_short_total{traffic="production"} 1' in await door.metrics()
+
+        async def is_counted() -> bool:
+            return 'answers_cut_short_total{traffic="production"} 1' in await door.metrics()
+
+        await until(is_counted)  # its place is free a moment before
 
 
 async def stream_content(door: Door, key: str, messages: list[Any]) -> str:

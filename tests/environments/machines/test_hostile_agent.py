@@ -32,6 +32,9 @@ class LostMachine(AgentMachine):
         self._connection.close()
         return Ended(False)
 
+    async def listen(self) -> tuple[socket.socket, int]:
+        raise AssertionError("no test asks for a port")
+
 
 @asynccontextmanager
 async def answering(data: bytes, *, begun: bool = True) -> AsyncIterator[LostMachine]:
