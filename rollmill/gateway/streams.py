@@ -113,6 +113,13 @@ class EventStream:
 async def send(http: web.Request, write: Callable[[], Awaitable[None]], size: int, wait_s: float) -> None:
     """`write` sends `size` bytes of an answer. Raises ConnectionResetError if the client has disconnected, or has read
     nothing for `wait_s` while data waited for it: its connection is closed then."""
+    try:
+        await _send_in_time(http, write, size, wait_s)
+    except ConnectionError as error:  # aiohttp raises a plain one if the connection is reset while a write waits
+        raise ConnectionResetError(str(error)) from error
+
+
+async def _send_in_time(http: web.Request, write: Callable[[], Awaitable[None]], size: int, wait_s: float) -> None:
     transport = http.transport
     if transport is None or (size < _BUFFERED and not transport.get_write_buffer_size()):
         await write()  # nearly always: a timer would cost more than the write
