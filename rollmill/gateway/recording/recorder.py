@@ -282,8 +282,8 @@ class Recorder:
         new.finish(self._path)
         with self._moving:
             self._file, self._size, self._places = new.file, new.size, new.places
+        _sync_directory(self.directory)  # first: after a power cut the name may still be of the old file
         new.drop_old(lambda file: self._readers[file] > 0)
-        _sync_directory(self.directory)
 
     def _drop_tail(self, data: bytes) -> None:
         """Removes what follows the last whole entry: an interrupted write. If good entries follow it, the file is
