@@ -20,7 +20,7 @@ from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import device_digest, round_to_form_
 from tests.inference.test_switch import changed
-from tests.inference.world import PROMPT, TINY, engine_at, generate, make_update, request, until, use_device
+from tests.inference.world import PROMPT, TINY, Whole, engine_at, generate, make_update, request, until, use_device
 from tests.kernels import DEVICE, INTERPRETED, cuda, without_kernels
 
 # The interpreter takes milliseconds per token: all sizes are a quarter, those of tiles too. In bf16 no token of these
@@ -132,6 +132,21 @@ def test_the_kernels_agree_with_torch(shape: str, dtype: torch.dtype, monkeypatc
     assert worst < (0.15 if dtype == torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.kernels
+def test_the_tiles_that_attend_to_the_most_keys_begin_first() -> None:
+    from rollmill.inference.embedded.paged_triton import tile_positions
+    from rollmill.inference.embedded.plans import make_plan
+
+    cache = cache_of(model_of(SHAPES["smollm2"]))
+    short, long = make_generations([30, 100])
+    plan = make_plan(cache, [Work(short, 0, 30), Work(long, 50, 50)])
+    size, tiles = tile_positions(cache.group), plan.tiles_T4.tolist()
+    assert [start for _, _, start, _ in tiles] == sorted((start for _, _, start, _ in tiles), reverse=True)
+    expected = [(at, min(size, 30 - at), at, 0) for at in range(0, 30, size)]
+    expected += [(30 + at, min(size, 50 - at), 50 + at, 1) for at in range(0, 50, size)]
+    assert sorted(map(tuple, tiles)) == sorted(expected)
+
+
 @cuda
 @pytest.mark.parametrize(
     "shape, form",
@@ -163,11 +178,14 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: str, form: str) -> None:
 async def test_a_chain_of_versions_arrives_while_decoding() -> None:
     update = make_update(0)
     async with engine_at(update) as engine:
-        tasks = [
-            asyncio.create_task(generate(engine, request(session=f"s{n}", seed=n, max_tokens=200))) for n in range(8)
-        ]
+
+        def ask(n: int) -> asyncio.Task[Whole]:
+            return asyncio.create_task(generate(engine, request(session=f"s{n}", seed=n, max_tokens=200)))
+
+        tasks = [ask(n) for n in range(8)]
         digests = {update.policy.digest}
         for number in range(1, 9):
+            tasks.append(ask(7 + number))  # a fast device may be through with the others
             sampled = engine.metrics()["sampled_tokens_total"]
             await until(lambda sampled=sampled: engine.metrics()["sampled_tokens_total"] > sampled + 20)  # type: ignore[misc]
             update, _ = changed(update, number)

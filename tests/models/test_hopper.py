@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import re
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ TYPES = {
     torch.uint32: "u32", torch.uint16: "u16", torch.uint64: "u64",
 }  # fmt: skip
 
+DIALS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 SHARED_BYTES = 232448  # of a program on Hopper
 
 
@@ -60,6 +62,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self.kernels: set[Any] = set()
+        self.early: list[tuple[str, str]] = []  # names and PTX of kernels that start early
         self._done: set[Any] = set()
 
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -67,7 +70,7 @@ class Compiler:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        dials = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+        dials = {name: options.pop(name) for name in DIALS if name in options}
         given = kernel.signature.bind(*arguments, **options)
         given.apply_defaults()
         constexprs = {each.name for each in kernel.params if each.is_constexpr}
@@ -80,13 +83,20 @@ class Compiler:
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dials)
             assert compiled.metadata.shared <= SHARED_BYTES, (kernel.fn.__name__, constants, dials)
             self._done.add(key)
+            if dials.get("launch_pdl"):
+                self.early.append((kernel.fn.__name__, compiled.asm["ptx"]))
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     from triton.runtime.jit import JITFunction
 
+    from rollmill.inference.embedded import decode_attention_triton
+    from rollmill.models.kernels import narrow_triton
+
     found = Compiler()
+    for module in (narrow_triton, decode_attention_triton):
+        monkeypatch.setattr(module, "starts_early", lambda device: True)
     monkeypatch.setattr(triton_support, "interpreted", True)  # so that the CPU takes the paths with kernels
     # nothing is computed: outputs of kernels read as zeros
     monkeypatch.setattr(torch, "empty", torch.zeros)
@@ -221,6 +231,34 @@ def launched(module: Any) -> set[Any]:
     kernels = {name: each for name, each in vars(module).items() if isinstance(each, JITFunction)}
     called = {name for each in kernels.values() for name in each.fn.__code__.co_names}
     return {each for name, each in kernels.items() if name not in called}
+
+
+def small_batches() -> None:
+    """Decode steps of one to four sequences of a dense model."""
+    from rollmill.inference.embedded.device_runner import DeviceRunner
+
+    model = Decoder(test_device.SHAPES["smollm2"], torch.bfloat16)
+    model.initialise(0)
+    runner = DeviceRunner(model, test_device.cache_of(model), 256)
+    for rows in (1, 2, 4):
+        runner.launch([None] * rows, [0] * rows, 1)
+
+
+def test_kernels_that_start_early_load_nothing_that_may_be_old(compiler: Compiler) -> None:
+    """In the instructions: what is loaded after the wait does not come from the multiprocessor's cache, which may hold
+    what was at that address before; and the next kernel starts only after the wait."""
+    small_batches()
+    assert {name for name, _ in compiler.early} == {"_multiply", "_attend_one"}
+    for name, ptx in compiler.early:
+        body = ptx.split("\n")
+        waits = [number for number, line in enumerate(body) if "griddepcontrol.wait" in line]
+        signals = [number for number, line in enumerate(body) if "griddepcontrol.launch_dependents" in line]
+        branches = [number for number, line in enumerate(body) if re.search(r"\b(bra|ret)\b", line)]
+        assert len(waits) == len(signals) == 1 and waits < signals < branches, name
+        before, after = body[: waits[0]], body[waits[0] :]
+        assert not any(re.search(r"\b(st|red|atom)\.global", line) for line in before), name
+        loads = [line.strip() for line in after if re.search(r"ld\.global|cp\.async\.c", line)]
+        assert loads and all(re.search(r"ld\.global\.cg|cp\.async\.cg", line) for line in loads), (name, loads)
 
 
 @pytest.mark.timeout(1800)

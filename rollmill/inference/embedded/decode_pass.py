@@ -43,9 +43,11 @@ def decode_pass(model: Decoder, cache: KVCache, plan: Plan) -> DecoderOutput:
     return DecoderOutput(norm_forward(x_BW, model.norm, model.config.norm_eps)[0], routings)
 
 
-def _attend(model: Decoder, layer: Layer, qkv: Tensor, cache: KVCache, number: int, plan: Plan) -> Tensor:
+def _attend(
+    model: Decoder, layer: Layer, qkv: Tensor, cache: KVCache, number: int, plan: Plan, *, early: bool = False
+) -> Tensor:
     norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-    return attend_one(qkv, (model._cos, model._sin), norms, model.config.norm_eps, cache, number, plan)
+    return attend_one(qkv, (model._cos, model._sin), norms, model.config.norm_eps, cache, number, plan, early=early)
 
 
 def _layer(
@@ -66,7 +68,7 @@ def _narrow_layer(model: Decoder, layer: Layer, x_BW: Tensor, cache: KVCache, nu
     """Five launches: norm and qkv; attention; output and residual; norm, gate, up and SwiGLU; down and residual."""
     eps, mlp = model.config.norm_eps, cast(MLP, layer.mlp)
     qkv = multiply(x_BW, layer.qkv, norm_I=layer.attention_norm, eps=eps, bias_O=layer.qkv_bias)
-    attended = _attend(model, layer, qkv, cache, number, plan)
+    attended = _attend(model, layer, qkv, cache, number, plan, early=True)
     x_BW = multiply(attended, layer.output, bias_O=layer.output_bias, skip_BO=x_BW)
     inner = multiply(x_BW, mlp.gate_up, norm_I=layer.mlp_norm, eps=eps, gated=True)
     return multiply(inner, mlp.down, skip_BO=x_BW)

@@ -75,6 +75,8 @@ class TritonAttention:
         self._cache, self._plan = cache, plan
         rows = max(ROWS if exact else _FEWEST_ROWS, triton.next_power_of_2(positions * cache.group))
         self._shape = shape_of(cache.kv_heads, cache.group, cache.head_dim, cache.value_dim, rows)
+        if exact and positions == 1 and max(cache.head_dim, cache.value_dim) <= 128:
+            self._shape["num_stages"] = 5  # single tokens wait for memory; measured on an H200
         self._stored = {name: self._shape[name] for name in ("HEADS", "DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_E")}
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ sessions never take keys and values of an older policy.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ import numpy as np
 from rollmill.types import PolicyRef
 
 
+@functools.lru_cache(16)
 def root_key(policy: PolicyRef) -> bytes:
     """The parent key of a context's first page."""
     return blake2b(repr(policy).encode(), digest_size=16).digest()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
+from rollmill.inference.embedded.pages import token_bytes
 from rollmill.inference.embedded.runner import fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import ModelConfig
@@ -124,7 +125,7 @@ def _fill(parts: Sequence[np.ndarray], work: Sequence[Work], size: int, spare: i
     spans = [(item.start, item.count, row) for row, item in enumerate(work)] + padding
     starts, counts, sequences = np.array(spans).T
     firsts, span = np.cumsum(counts) - counts, np.repeat(np.arange(len(spans)), counts)
-    tokens_N[:total] = [token for item in work for token in item.tokens]
+    tokens_N[:total] = np.frombuffer(b"".join(token_bytes(item.tokens) for item in work), np.int32)
     positions_N[:] = np.arange(len(tokens_N)) + (starts - firsts)[span]
     tokens_N[total:] = positions_N[total:] = 0
     sequences_N[:] = sequences[span]
@@ -133,7 +134,8 @@ def _fill(parts: Sequence[np.ndarray], work: Sequence[Work], size: int, spare: i
     offset = (np.arange(len(of)) - (np.cumsum(each) - each)[of]) * size
     lengths = np.minimum(size, counts[of] - offset)
     own = np.stack([firsts[of] + offset, lengths, np.where(of < len(work), starts[of] + offset, 0), sequences[of]], 1)
-    tiles_T4[: len(own)], tiles_T4[len(own) :] = own, 0
+    # the tile that walks over the most keys begins first: alone at the end, it would keep all others waiting
+    tiles_T4[: len(own)], tiles_T4[len(own) :] = own[np.argsort(-own[:, 2], kind="stable")], 0
     tables_SP[:] = spare
     for number, item in enumerate(work):
         blocks = item.generation.blocks[: tables_SP.shape[1]]

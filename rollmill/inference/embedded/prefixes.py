@@ -28,13 +28,13 @@ class Prefixes:
         self.copies: list[tuple[int, int]] = []  # (source, target): pages to copy before the next step, in order
         self._promises: dict[bytes, Generation] = {}
         self._policy: PolicyRef | None = None
-        self._hashed: Generation | None = None  # the last one whose keys were all computed
+        self._hashed: Generation | None = None  # the last one whose keys were all computed, for the served policy
         self.hits = self.hit_tokens = 0
 
     def follow(self, policy: PolicyRef) -> None:
         """`policy` is served now. What is being computed is no longer all of one policy: nobody waits for it."""
         if policy is not self._policy:
-            self._policy = policy
+            self._policy, self._hashed = policy, None
             for generation in set(self._promises.values()):
                 self.withdraw(generation)
 
@@ -63,6 +63,9 @@ class Prefixes:
         assert policy is not None
         if not self._at_boundary(generation) or not generation.is_pure(policy):
             return None
+        hashed = self._hashed
+        if hashed is not None and hashed is not generation and len(hashed.tokens) == len(generation.tokens):
+            generation.is_twin_of(hashed)  # then it hashes nothing
         self._take_full_pages(generation, policy)
         if generation.missing <= 1:
             return None

@@ -27,6 +27,7 @@ TILES = (
     {"ROWS": 64, "COLUMNS": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 4, "EACH": 1},
     {"ROWS": 64, "COLUMNS": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 6, "EACH": 1},
 )
+_SECONDS = (1.3, 1.0, 0.7)  # of the tiles with 64 rows, compared with each other; measured on an H200
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -91,12 +92,18 @@ def fits(tile: dict[str, int], out: Tensor) -> bool:
 
 
 def tile_of(rows: int, outputs: int, out: Tensor) -> dict[str, int]:
-    """The largest tile that gives every multiprocessor one, else the smallest."""
-    for tile in TILES:
-        tiles = triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(outputs, tile["COLUMNS"])
-        if tiles >= multiprocessors(out.device) and (rows > 64 or tile["ROWS"] == 64) and fits(tile, out):
+    """The largest tile with more than 64 rows that gives every multiprocessor one. Else the one with which the busiest
+    multiprocessor is ready first."""
+    count = multiprocessors(out.device)
+
+    def tiles(tile: dict[str, int]) -> int:
+        return int(triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(outputs, tile["COLUMNS"]))
+
+    for tile in TILES[:2]:
+        if rows > 64 and tiles(tile) >= count and fits(tile, out):
             return tile
-    return TILES[-1]
+    seconds = [-(-tiles(tile) // count) * each for tile, each in zip(TILES[2:], _SECONDS, strict=True)]
+    return TILES[2 + seconds.index(min(seconds))]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -72,7 +72,11 @@ def _attend(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER query heads of a position are in one tile: all that share a KV head, or one."""
-    tile = tiles_ptr + tl.program_id(0) * 4
+    if PAGED:  # all heads of a tile before those of the next: the longest tiles come first
+        number, heads = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    else:
+        number, heads = tl.program_id(0), tl.program_id(1)
+    tile = tiles_ptr + number * 4
     if PAGED:
         first, count, start = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
         table_ptr = tables_ptr + tl.load(tile + 3).to(tl.int64) * pages
@@ -82,8 +86,8 @@ def _attend(
         first, count = base + start, tl.minimum(tl.load(tile + 2) - start, ROWS)
         table_ptr = tables_ptr
     row, d, e = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    token, head = row // TOGETHER, tl.program_id(1) * TOGETHER + row % TOGETHER
-    kv_head = tl.program_id(1) * TOGETHER // GROUP
+    token, head = row // TOGETHER, heads * TOGETHER + row % TOGETHER
+    kv_head = heads * TOGETHER // GROUP
     inside, position = token < count, start + token
     q = _rows(q_ptr, (first + token) * q_token + head * q_head, d, inside, DIM, BLOCK_D)
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -137,7 +141,7 @@ def attend_pages(
     sequence)."""
     tokens, heads, dim = q_NHD.shape
     out = torch.empty((tokens, heads * values_RE.shape[1]), dtype=q_NHD.dtype, device=q_NHD.device)
-    _attend[(len(tiles_T4), shape["HEADS"])](
+    _attend[(len(tiles_T4) * shape["HEADS"],)](
         q_NHD, keys_RD, values_RE, out, out, tiles_T4, tables_SP, *q_NHD.stride()[:2], 0, 0, 0, 0,
         tables_SP.stride(0), 0, dim**-0.5 * LOG2_E, TOGETHER=shape["GROUP"], PAGED=True, PAGE=page, KEYS=KEYS, **shape,
     )  # fmt: skip
