@@ -20,7 +20,6 @@ reward `calls` where the expected values can be written as data: they never ente
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import math
@@ -35,6 +34,7 @@ from rollmill.environments.machine import WORK, ExecResult, Machine
 from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.jsonl import Base64, contents
+from rollmill.environments.tasks.programs import parse_python
 from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Reward
 
@@ -94,7 +94,7 @@ class _Python(_Grading):
     def _is_python(cls, test: str) -> str:
         """ValueError for a test that is no Python: every submission would fail it."""
         try:
-            ast.parse(test)
+            parse_python(test)
         except SyntaxError as error:
             raise ValueError(str(error)) from None
         return test

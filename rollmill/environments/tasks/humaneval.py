@@ -13,7 +13,7 @@ from rollmill.config import Config
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
-from rollmill.environments.tasks.programs import MAIN, script_grading
+from rollmill.environments.tasks.programs import MAIN, parse_python, script_grading
 from rollmill.environments.tasks.splits import TaskFileConfig
 from rollmill.errors import TaskError
 
@@ -57,7 +57,7 @@ def _task(entry: HumanEvalEntry) -> Parsed:
 
 def _check_python(field: str, source: str, function: str) -> None:
     try:
-        names = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+        names = {node.name for node in ast.walk(parse_python(source)) if isinstance(node, ast.FunctionDef)}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TaskError(f"{field}: no Python: {error}", hint="correct it, or remove the problem") from None
     if function not in names:

@@ -13,7 +13,7 @@ from rollmill.config import Config
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
-from rollmill.environments.tasks.programs import MAIN, script_grading
+from rollmill.environments.tasks.programs import MAIN, parse_python, script_grading
 from rollmill.environments.tasks.splits import TaskFileConfig
 from rollmill.errors import TaskError
 
@@ -64,11 +64,11 @@ def _task(entry: MbppEntry) -> Parsed:
 def _function(entry: MbppEntry) -> str:
     """The function that the first assertion calls and `code` defines."""
     try:
-        defined = {node.name for node in ast.walk(ast.parse(entry.code)) if isinstance(node, ast.FunctionDef)}
+        defined = {node.name for node in ast.walk(parse_python(entry.code)) if isinstance(node, ast.FunctionDef)}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TaskError(f"code: it is no Python: {error}", hint="correct it, or remove the problem") from None
     try:
-        parsed = ast.parse(entry.test_list[0])
+        parsed = parse_python(entry.test_list[0])
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TaskError(f"test_list.0: it is no Python: {error}", hint="correct it, or remove the problem") from None
     names = [node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)]

@@ -102,3 +102,9 @@ async def test_a_simple_cheat_does_not_pass(host: NamespaceHost, tmp_path: Path,
 async def test_a_bad_problem_is_named(tmp_path: Path, kind: type[Any], row: dict[str, Any], told: str) -> None:
     with pytest.raises(TaskError, match=told):
         load(kind, tmp_path, row)
+
+
+async def test_odd_escapes_in_a_problem_are_not_reported(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    odd = TWICE | {"code": TWICE["code"] + '\nPATTERN = "\\d"\n'}
+    assert b"\\d" in load(MbppTasks, tmp_path, odd).get("mbpp/7").reference["main.py"]
+    assert not recwarn.list
