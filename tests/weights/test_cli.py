@@ -90,6 +90,16 @@ def test_show_says_what_a_version_is(run: Path) -> None:
     assert told["ratio"] == pytest.approx(told["full_bytes"] / told["bytes"])
 
 
+def test_a_version_that_changed_nothing_has_no_ratio(run: Path) -> None:
+    store = open_store(run)
+    Publisher(store, "rl").publish(5, history(5)[4])
+    assert store.manifest(Version("rl", 5)).bytes == 0
+    assert next(row for row in rows(shown("log", run)) if row[0] == "5").count("unchanged") == 1
+    assert "unchanged" in shown("show", run, "rl@5").split("ratio")[1].splitlines()[0]
+    assert json.loads(shown("show", run, "rl@5", "--json"))["ratio"] is None
+    assert "same weights" in shown("diff", run, 4, 5)
+
+
 def test_show_names_the_anchor(run: Path) -> None:
     assert AnchorBuilder(open_store(run), "rl", every=2).poll() == 4
     told = json.loads(shown("show", run, "rl@4", "--json"))

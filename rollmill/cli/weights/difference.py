@@ -64,7 +64,7 @@ def diff(
         out.print(_table(found, top, names))
     way = ", ".join(wire["legs"]) if len(wire["legs"]) <= 4 else f"{len(wire['legs'])} legs"
     if wire["legs"]:
-        saved = display.ratio(manifests[1].full_bytes, wire["bytes"])
+        saved = display.ratio(manifests[1].full_bytes / wire["bytes"])
         out.print(display.safe(f"on the wire: {display.size(wire['bytes'])} ({saved} less than all of it): {way}"))
 
 

@@ -104,8 +104,10 @@ def size(count: float) -> str:
     return filesize.decimal(int(count))
 
 
-def ratio(full: float, sent: float) -> str:
-    times = full / max(sent, 1)
+def ratio(times: float | None) -> str:
+    """How many times less was sent than all of it. None: nothing was sent."""
+    if times is None:
+        return "unchanged"
     return f"{times:.1f}×" if times < 100 else f"{times:.0f}×"
 
 

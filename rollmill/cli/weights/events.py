@@ -63,9 +63,8 @@ def _line(row: dict[str, Any]) -> str:
 
     words = [f"{row['line']}@{row['version']}"]
     if row["bytes"] is not None:
-        words.append(
-            f"{display.size(row['bytes'])} ({row['ratio']:.1f}×)" if row["ratio"] else display.size(row["bytes"])
-        )
+        ratio = f" ({display.ratio(row['ratio'])})" if row["ratio"] else ""
+        words.append(display.size(row["bytes"]) + ratio)
     if row["density"] is not None:
         words.append(f"{display.share(row['density'])} changed")
     for name, region in row["regions"].items():
@@ -85,7 +84,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
         made.add_row(
             display.safe(f"{row['line']}@{row['version']}"),
             "" if row["bytes"] is None else display.size(row["bytes"]),
-            "" if row["ratio"] is None else f"{row['ratio']:.1f}×",
+            "" if row["ratio"] is None else display.ratio(row["ratio"]),
             display.share(row["density"]),
             display.seconds(row["publish_seconds"]),
             *(display.region(there[name]) if name in there else "" for name in regions),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.weights.format.manifest import Manifest
+    from rollmill.weights.format.manifest import Encoding, Manifest
     from rollmill.weights.reading.store import WeightStore
 
 _NUMBERS = ("version", "bytes", "ratio", "density", "epoch", "pause")
@@ -206,18 +206,15 @@ def _follows(manifest: Manifest) -> bool:
 def _log_cells(manifest: Manifest, regions: dict[str, Any]) -> dict[str, Any]:
     from rollmill.cli.weights import display
 
-    # an engine that is up to date downloads the delta, even if the version also has a snapshot
-    fetched = manifest.delta or manifest.snapshot
-    assert fetched is not None
     pauses = [one["pause_ms_max"] for one in regions.values() if one["pause_ms_max"] is not None]
     return {
         "version": str(manifest.number),
         "parent": display.safe(manifest.parent or ""),
         "kind": "both" if manifest.snapshot and manifest.delta else manifest.kind,
         "bytes": display.size(manifest.bytes),
-        "ratio": display.ratio(manifest.full_bytes, fetched.bytes),
+        "ratio": display.ratio(_ratio(manifest)),
         "density": display.share(manifest.density),
-        "coding": display.coding_mix(fetched),
+        "coding": display.coding_mix(_fetched(manifest)),
         "epoch": str(manifest.epoch),
         **{f"→ {name}": display.region(one) for name, one in regions.items()},
         "pause": display.milliseconds(max(pauses, default=None)),
@@ -226,13 +223,24 @@ def _log_cells(manifest: Manifest, regions: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fetched(manifest: Manifest) -> Encoding:
+    """What an engine that is up to date downloads: the delta, even if the version also has a snapshot."""
+    fetched = manifest.delta or manifest.snapshot
+    assert fetched is not None
+    return fetched
+
+
+def _ratio(manifest: Manifest) -> float | None:
+    """All bytes by those that an engine downloads; None if it downloads none, because nothing has changed."""
+    sent = _fetched(manifest).bytes
+    return manifest.full_bytes / sent if sent else None
+
+
 def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
     """One version as plain JSON."""
     from rollmill.cli.weights.display import coding_bytes
     from rollmill.errors import WeightsError
 
-    fetched = manifest.delta or manifest.snapshot
-    assert fetched is not None
     try:
         anchor = store.anchor(manifest.version, manifest.form)
     except WeightsError:
@@ -251,7 +259,7 @@ def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
         "created_at": manifest.created_at,
         "bytes": manifest.bytes,
         "full_bytes": manifest.full_bytes,
-        "ratio": manifest.full_bytes / max(fetched.bytes, 1),
+        "ratio": _ratio(manifest),
         "density": manifest.density,
         "encodings": {
             name: {
@@ -312,7 +320,7 @@ def _fact_table(told: dict[str, Any]) -> Table:
             "published": display.when(told["created_at"], "%Y-%m-%d %H:%M:%S %Z"),
             "writer": f"{told['writer']}, epoch {told['epoch']}",
             "size": f"{display.size(told['full_bytes'])} in {len(told['tensors'])} tensors",
-            "ratio": display.ratio(told["full_bytes"], told["full_bytes"] / told["ratio"]),
+            "ratio": display.ratio(told["ratio"]),
             "density": display.share(told["density"]),
             **encodings,
             "nearest anchor": f"{told['line']}@{near[-1]}" if near else "",

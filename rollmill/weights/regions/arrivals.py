@@ -5,7 +5,8 @@ One row per version, as a JSON object:
     line, version, step, digest      what it is
     encoding                         snapshot or delta, as it was published
     bytes, delta_bytes, full_bytes   published in all; of the delta alone (null: none); of the weights themselves
-    ratio, density                   full size over what an engine one version behind fetches; share of elements changed
+    ratio, density                   full size over what an engine one version behind fetches (null: nothing);
+                                     share of elements changed
     published_at, publish_seconds    seconds since the epoch; how long publishing took
     regions                          by name:
         arrived_seconds              from publishing until the region's store had it; null for the home region
@@ -127,7 +128,7 @@ def _write(version: Version, row: _Row) -> dict[str, Any]:
         "bytes": size,
         "delta_bytes": delta,
         "full_bytes": full,
-        "ratio": full / max(fetched, 1) if full is not None and fetched is not None else None,
+        "ratio": full / fetched if full is not None and fetched else None,
         "density": _number(publish, "density"),
         "published_at": published_at,
         "publish_seconds": _number(publish, "seconds"),
