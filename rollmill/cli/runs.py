@@ -189,9 +189,16 @@ def scale(
     """
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.scale import ask_scale
+    from rollmill.cluster.state import state_of
 
-    for region, count in ask_scale(RunDirectory.open(directory), settings).items():
+    run = RunDirectory.open(directory)
+    for region, count in ask_scale(run, settings).items():
         print(f"{region}: {count} engine{'s' if count > 1 else ''}")
+    state = state_of(run)
+    if state.word != "training":
+        more = " steps=N" if state.word == "finished" else ""
+        print(f"the run is {state.word}: nothing trains now, and the number holds from its next start")
+        print(f"hint: `rollmill train --resume {directory}{more}` starts it")
 
 
 def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False) -> None:

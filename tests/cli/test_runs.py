@@ -73,6 +73,18 @@ def test_no_runs_at_all(rollmill: Callable[..., Told], tmp_path: Path) -> None:
         assert refused(rollmill(command, tmp_path), "holds no run", "`rollmill runs`")
 
 
+def test_scaling_a_run_that_does_not_train_says_that_nothing_runs(
+    rollmill: Callable[..., Told], tmp_path: Path
+) -> None:
+    run = finished_run(tmp_path)
+    told = rollmill("scale", run.path, "engines=2")
+    assert told.code == 0 and "home: 2 engines" in told.out and "the run is finished: nothing trains now" in told.out
+    assert f"`rollmill train --resume {run.path} steps=N`" in told.out
+    (run.path / "report.json").unlink()
+    told = rollmill("scale", run.path, "engines=1")
+    assert "home: 1 engine\n" in told.out and "the run is stopped" in told.out and "steps=N" not in told.out
+
+
 def test_resuming_a_finished_run_says_so_and_changes_nothing(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     before = tree(run.path)
