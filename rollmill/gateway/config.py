@@ -18,14 +18,15 @@ HOURS = rf"^{_TIME}-{_TIME}$"
 class BackendConfig(Config):
     """An OpenAI-compatible server beside the run's engines. Its answers are recorded, and not trained on."""
 
-    url: str = Field(description="Address of the server, without /v1.")
+    url: str = Field(description="Address of the server, with or without /v1.")
     model: str = Field(description="Name of the model there. Requests ask for it as `external-MODEL`.")
     key_variable: str | None = Field(default=None, description="Environment variable that holds its API key.")
     region: str = Field(default="external", description="Region that spans are recorded with.")
 
     def endpoint(self) -> EngineEndpoint:
         token = os.environ.get(self.key_variable) if self.key_variable else None
-        return EngineEndpoint(self.url, self.region, token, "openai", self.model)
+        url = self.url.rstrip("/").removesuffix("/v1")
+        return EngineEndpoint(url, self.region, token, "openai", self.model)
 
 
 class GatewayConfig(Config):

@@ -151,6 +151,8 @@ async def install_repository(
 ) -> Installed:
     """Autoinstall from a repository: an image of it, sealed, then the agent."""
     base = f"{name[:50]}.base"
+    async with EndpointProxy(endpoint) as proxy:
+        await proxy.check()
     build_image(base, repository=repository, commit=commit, requirements=requirements)
     machines: MachineHost = build(MachineSection.model_validate({"kind": kind}))
     harness = ShellHarness()

@@ -23,6 +23,7 @@ from aiohttp import web
 from rollmill.environments.environment import Environment
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harnesses.model import error_message, url_hint
 from rollmill.environments.machine import release
 from rollmill.environments.reward import grade_episode, wants_final_state
 from rollmill.environments.task import Task
@@ -37,7 +38,9 @@ from rollmill.types import Reward, Sampling
 
 MAX_BODY = 64 << 20
 DECLARES = ("x-rollmill-cause", "x-rollmill-parent")  # why a new context begins: a gateway records it
+_NOT_RECORDED = {"x-rollmill-consent": "none"}  # a gateway then keeps nothing of the request
 _ANSWER_S = 600.0  # for one answer of the endpoint
+_CONNECT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -90,19 +93,33 @@ class EndpointProxy:
         await self._session.close()
 
     async def check(self) -> None:
-        """Raises ConfigError if nothing answers at the endpoint, or if it refuses the key. Ask before the first
-        episode: a harness waits for minutes, because an endpoint may come back."""
-        url = self._endpoint.url
+        """Raises ConfigError if nothing answers at the endpoint, or if it refuses the key or the model. Asks for one
+        token before the first episode: a machine is not started for nothing, and a harness waits for minutes, because
+        an endpoint may come back."""
+        url, model = self._endpoint.url, self._endpoint.model
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        body |= {"model": model} if model else {}
         try:
-            status, _ = await self._request("GET", "/models", None)
+            status, answer = await self._request("POST", "/chat/completions", body, _NOT_RECORDED)
+            names = _model_names((await self._request("GET", "/models", None))[1]) if status == 404 else []
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ConfigError(
-                f"the endpoint {url} cannot be reached: {error}",
+                f"the endpoint {url} cannot be reached: {str(error) or type(error).__name__}",
                 hint="is it running there? The URL is up to and with /v1; `rollmill serve RUN` prints that of a run",
             ) from None
-        if status == 401:  # 403 may be a key that may ask, but not list models
+        if status in (401, 403):
             given = "refuses the key" if self._endpoint.key else "wants a key"
-            raise ConfigError(f"the endpoint {url} {given}: status {status}", hint="--key KEY, or OPENAI_API_KEY")
+            raise ConfigError(
+                f"the endpoint {url} {given}: {status} {error_message(answer)}",
+                hint="set OPENAI_API_KEY to a key of that endpoint; `rollmill serve RUN` names the file of its own",
+            )
+        if status == 404 and names:
+            raise ConfigError(
+                f"the endpoint {url} has no model {model!r}", hint=f"--model-name NAME, one of {', '.join(names[:8])}"
+            )
+        if status in (404, 405):
+            hint = url_hint(url) or "is that an OpenAI-compatible server? --model-name names the model"
+            raise ConfigError(f"the endpoint {url} answered {status}: {error_message(answer)}", hint=hint)
 
     def open(self) -> tuple[str, Transcript]:
         """Returns the base URL for a harness, and what will be recorded of it."""
@@ -168,13 +185,14 @@ class EndpointProxy:
     ) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self._endpoint.key}"} if self._endpoint.key else {}
         headers |= declared or {}
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S, sock_connect=_CONNECT_S)
         url = self._endpoint.url.rstrip("/") + path
         async with self._session.request(method, url, json=body, headers=headers, timeout=timeout) as response:
             try:
                 return response.status, await response.json(content_type=None)
             except ValueError:
-                return 502, {"error": {"message": f"{url} answered {response.status} without JSON"}}
+                status = 502 if response.ok else response.status
+                return status, {"error": {"message": f"{url} answered {response.status} without JSON"}}
 
 
 def _as_stream(answer: Any) -> web.Response:
@@ -191,6 +209,13 @@ def _as_stream(answer: Any) -> web.Response:
         return web.json_response(answer)  # no chat completion: the harness tells what is wrong with it
     text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
     return web.Response(text=text, content_type="text/event-stream")
+
+
+def _model_names(listed: Any) -> list[str]:
+    try:
+        return [str(model["id"]) for model in listed["data"]]
+    except (KeyError, TypeError):
+        return []
 
 
 def _refusal(status: int, message: str) -> web.Response:

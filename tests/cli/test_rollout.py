@@ -25,6 +25,7 @@ class Model:
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.broken = False
+        self.door = 200  # the status of every answer, unless it is 200
         model = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,6 +52,8 @@ class Model:
 
     def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.requests.append(body)
+        if self.door != 200:
+            return self.door, {"error": {"message": "not here"}}
         if self.broken:
             return 400, {"error": {"message": "out of order"}}
         turn = sum(message["role"] == "assistant" for message in body["messages"])
@@ -112,6 +115,24 @@ def test_an_endpoint_that_is_not_there_is_told_at_once(rollmill: Command, model:
     for command in ("rollout", "eval"):
         told = rollmill(command, run_toml, "--model", model.url)
         assert told.code == 1 and f"{model.url} cannot be reached" in told.err and "up to and with /v1" in told.err
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval"])
+@pytest.mark.parametrize(
+    ("status", "url", "told"),
+    [
+        (401, "{}", "wants a key: 401 not here\nhint: set OPENAI_API_KEY"),
+        (404, "{}", "answered 404: not here\nhint: is that an OpenAI-compatible server?"),
+        (404, "{}/chat/completions", "did you mean {}?"),
+    ],
+)
+def test_an_endpoint_that_does_not_let_us_in_is_told_before_an_episode_begins(
+    rollmill: Command, model: Model, run_toml: Path, command: str, status: int, url: str, told: str
+) -> None:
+    model.door = status
+    output = rollmill(command, run_toml, "--model", url.format(model.url))
+    assert output.code == 1 and told.format(model.url) in output.err and "Traceback" not in output.err
+    assert len(model.requests) == 1 and "task train" not in output.out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rollmill.errors import EngineError
 from rollmill.gateway.config import BackendConfig, EngineEndpoint
 from rollmill.gateway.routing.openai_engine import policy_of, read_completion
 from rollmill.training.batching import _reconstructible
-from tests.gateway.conftest import QUICK, USER, Answers, Mill
+from tests.gateway.conftest import QUICK, USER, Answers, Mill, until
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn
 
@@ -82,6 +82,21 @@ async def test_a_server_that_tells_no_log_probs_is_recorded_with_what_is_missing
     _, learn_T = _reconstructible(segment, masked)
     assert masked[segment.spans[1].missing] == segment.spans[1].end - segment.spans[1].start > 0
     assert not learn_T[segment.spans[1].start :].any() and learn_T[segment.spans[0].start : segment.spans[0].end].all()
+
+
+async def test_the_url_of_a_server_may_have_its_v1_and_a_wrong_one_is_named(mill: Mill) -> None:
+    running = await mill.stack.enter_async_context(TestServer(Server("fine").app()))
+    urls = [str(running.make_url(path)) for path in ("/v1", "/v1/", "/else")]
+    ends = [BackendConfig(url=url, model=f"m{number}").endpoint() for number, url in enumerate(urls)]
+    door = await mill.gateway(*ends[:1], ends[2], follows=False, wait=False)
+
+    async def looked() -> bool:
+        return "no health check yet" not in str(await door.health())
+
+    await until(looked)
+    right, wrong = (await door.health())["engines"]
+    assert ends[0].url == ends[1].url and right["alive"]
+    assert wrong["problem"] == f"EngineError: engine: GET {urls[2]}/v1/models answered 404"
 
 
 async def test_a_second_gateway_tells_tokens_and_log_probs(mill: Mill, answers: Answers) -> None:

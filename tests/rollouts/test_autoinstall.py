@@ -91,6 +91,11 @@ def test_a_repository_is_set_up_when_two_clean_machines_pass(
     assert "An earlier attempt" not in str(first) and "No module named" in str(again)
     assert built_names() == ["shop"]
 
+    told = rollmill(
+        "images", "autoinstall", source, "--name", "no", "--verify", check, "--model", "http://127.0.0.1:9/v1"
+    )
+    assert told.code == 1 and "http://127.0.0.1:9/v1 cannot be reached" in told.err and built_names() == ["shop"]
+
     monkeypatch.setattr(Script, "again", ())
     told = rollmill(
         "images", "autoinstall", source, "--name", "no", "--verify", check, "--model", model, "--attempts", 2

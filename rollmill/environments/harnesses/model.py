@@ -94,7 +94,7 @@ class ModelClient:
             began = time.monotonic()
             try:
                 status, answer = await self._post(url, api_key, body, headers, backoff.left())
-                problem = f"{url} answered {status}: {_error_message(answer)}"
+                problem = f"{url} answered {status}: {error_message(answer)}"
             except UNREACHABLE as error:
                 status, problem = 0, f"{url} cannot be reached: {error!r}"
                 if broke_off(error):
@@ -105,7 +105,8 @@ class ModelClient:
             if status == 400 and _error_code(answer) == "context_length_exceeded":
                 return None
             if status and status not in RETRY_STATUS:
-                raise HarnessError(problem, hint="the server's log says why it refused the request")
+                meant = url_hint(url.removesuffix("/chat/completions")) if status == 404 else None
+                raise HarnessError(problem, hint=meant or "the server's log says why it refused the request")
             pause = backoff.failed()
             if pause > backoff.left():
                 raise HarnessError(f"{problem} (tried for {self._deadline_s:.0f} s)", hint=self._hint)
@@ -203,7 +204,15 @@ def _window(listed: Any, model: str) -> int | None:
     return told.get(model, next(iter(told.values()), None))
 
 
-def _error_message(answer: Any) -> str:
+def url_hint(base_url: str) -> str | None:
+    """What to try if the server knows no such path; None if the base URL has its /v1."""
+    given = base_url.rstrip("/")
+    base = given.removesuffix("/chat/completions")
+    meant = base if base.endswith("/v1") else f"{base}/v1"
+    return None if given == meant else f"did you mean {meant}? A base URL is up to and with /v1"
+
+
+def error_message(answer: Any) -> str:
     error = answer.get("error") if isinstance(answer, dict) else None
     return str(error.get("message", error) if isinstance(error, dict) else error or "no explanation")[:500]
 

@@ -128,9 +128,10 @@ class Judge:
         if error is not None and not isinstance(error, HarnessError):
             return error
         why = error.message if error is not None else (problems or ["no answer"])[-1]
+        hint = error.hint if error is not None else None
         return RewardUnavailable(
             f"the judge {self.config.base_url} gave no verdict: {why}",
-            hint="is it running, and does the model write JSON? `grading_timeout_s` is the time limit",
+            hint=hint or "is it running, and does the model write JSON? `grading_timeout_s` is the time limit",
         )
 
     async def _vote(

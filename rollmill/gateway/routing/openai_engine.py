@@ -159,7 +159,7 @@ async def ask_health(client: aiohttp.ClientSession, endpoint: EngineEndpoint) ->
     timeout = aiohttp.ClientTimeout(total=5)
     async with client.get(url, headers=_headers(endpoint), timeout=timeout) as response:
         if response.status != 200:
-            raise EngineError(f"GET /v1/models answered {response.status}")
+            raise EngineError(f"GET {url} answered {response.status}")
         await response.read()
     policy = vars(policy_of(endpoint))
     return {"engine": f"openai:{endpoint.model}", "policy": policy, "running": 0, "waiting": 0}

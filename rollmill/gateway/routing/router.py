@@ -284,7 +284,7 @@ class Router:
         return check
 
     async def _check(self, engine: EngineState) -> None:
-        was_alive, before = engine.alive, engine.serving
+        was_alive, before, problem = engine.alive, engine.serving, engine.problem
         try:
             engine.see(await self._ask_health(engine))
         except (*_GONE, ValueError, KeyError, TypeError) as error:
@@ -293,7 +293,7 @@ class Router:
             self._lines.add(engine.policy.line)
         if engine.channel is not None:
             self._channels.add(engine.channel)
-        if engine.alive != was_alive:
+        if engine.alive != was_alive or (not engine.alive and engine.problem != problem):
             log.info("engine %s is %s", engine.url, "up" if engine.alive else f"down: {engine.problem}")
         if engine.alive and (not was_alive or engine.serving != before):
             self.places.fill()

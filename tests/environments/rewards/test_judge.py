@@ -142,6 +142,8 @@ async def test_a_judge_that_is_gone_or_refuses(judge: StandInJudge, monkeypatch:
     judge.answers = [401]
     with pytest.raises(RewardError, match="answered 401"):
         await grade(judge)
+    with pytest.raises(RewardError, match=f"answered 404.*\nhint: did you mean {judge.url}\\?"):
+        await grade(judge, base_url=judge.url.removesuffix("/v1"))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         await grade(judge, key_variable="NO_SUCH_KEY")
