@@ -173,6 +173,7 @@ def serve(
 
     from aiohttp import web
 
+    from rollmill.cluster.ports import held_port
     from rollmill.environments.machines.remote.app import make_app, serve_outwards
     from rollmill.environments.machines.remote.service import Service
     from rollmill.environments.sections import MachineSection
@@ -197,5 +198,8 @@ def serve(
     if connect is not None:
         print(f"up to {capacity} {kind} machines for {connect}. Ctrl-C stops it.", flush=True)
         return asyncio.run(serve_outwards(application, connect, key))
-    print(f"up to {capacity} {kind} machines at http{'s' if tls else ''}://{host}:{port}. Ctrl-C stops it.", flush=True)
-    web.run_app(application(), host=host, port=port, ssl_context=tls, access_log=None, print=None)
+    with held_port(host, port):
+        url = f"http{'s' if tls else ''}://{host}:{port}"
+        print(f"up to {capacity} {kind} machines at {url}. Ctrl-C stops it.", flush=True)
+        # `held_port` holds the port for this process
+        web.run_app(application(), host=host, port=port, reuse_port=True, ssl_context=tls, access_log=None, print=None)

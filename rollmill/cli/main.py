@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import re
 import sys
@@ -119,10 +120,26 @@ def _fence_examples(group: typer.Typer) -> None:
 _fence_examples(app)
 
 
+# What a user can do about an error of the operating system. Any other one is a fault of ours, with its traceback.
+_NOT_ALLOWED = "this user may not do that; check the owner and the permissions"
+_FULL = "make room there; what was written before is kept"
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NOT_ALLOWED),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
+}
+
+
 def main() -> None:
     try:
         app()
     except RollmillError as error:
         # The message says what went wrong and what to do: no traceback.
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: system: {where}{error.strerror}\nhint: {_REMEDIES[error.errno]}", file=sys.stderr)
+    else:
+        return
+    sys.exit(1)

@@ -222,7 +222,11 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
     if not yes and not typer.confirm(f"Delete {directory} ({size}) forever?"):
         print("nothing was deleted")
         raise typer.Exit(1)
-    shutil.rmtree(directory)
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        hint = f"check the owner and the permissions of {directory}; some of it may be deleted"
+        raise RollmillError(f"{directory} cannot be deleted: {error.filename}: {error.strerror}", hint=hint) from None
     print(f"deleted {directory} ({size})")
     if isinstance(run.home_store, str):
         print(f"its objects stay in {run.home_store}")

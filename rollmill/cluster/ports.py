@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import socket
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def held_port(host: str, port: int | None, default: int | None = None) -> Iterat
     try:
         holder = _hold(host, port or default or free_ports(1)[0])
     except OSError as error:
-        if port is not None or isinstance(error, socket.gaierror):
+        if port is not None or error.errno != errno.EADDRINUSE:  # another port would not help
             raise ConfigError(
                 f"cannot listen on {host}:{port or default}: {error.strerror}", hint="choose another --port or --host"
             ) from None

@@ -216,7 +216,7 @@ class _ObstoreBackend:
                 self._for_large_writes = _connect(url, options, _LARGE_WRITE_SECONDS, patience)
         except (BaseError, ValueError) as error:
             raise StorageError(
-                f"cannot open the object store {url!r}: {error}",
+                f"cannot open the object store {url!r}: {_first_lines(error)}",
                 hint="a directory, memory://, s3://bucket/prefix, gs://…, az://… or http://host:port",
             ) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,15 @@ def test_setup_without_root_says_what_to_install(
         "firecracker: no. firecracker is not installed\nhint: install `firecracker` and `jailer` of the same release"
     )
     assert whole in told.out, "no reason is broken into a narrow column"
+
+
+def test_serving_on_a_port_that_is_taken(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_MACHINES_KEY", "0123456789abcdef")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = rollmill("machines", "serve", "--port", port)
+    assert told.code == 1 and f"cannot listen on 127.0.0.1:{port}: Address already in use" in told.err
+    assert "--port" in told.err and not told.out
 
 
 def test_without_setpriv_there_are_no_virtual_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from rollmill import __version__
 from tests.cli.conftest import Told
+from tests.cli.test_runs import finished_run
 
 COMMANDS = (
     *("demo", "train", "eval", "serve", "runs", "status", "logs", "stop", "rm"),
@@ -38,6 +42,28 @@ def test_version_and_short_help(rollmill: Callable[..., Told]) -> None:
 
 def test_an_unknown_command_is_a_usage_error(rollmill: Callable[..., Told]) -> None:
     assert rollmill("trane").code == 2
+
+
+def _obey_modes() -> None:
+    """Root without the right to ignore file modes."""
+    libc = ctypes.CDLL(None)
+    for capability in (1, 2) if os.geteuid() == 0 else ():  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        assert libc.prctl(24, capability) == 0  # PR_CAPBSET_DROP
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities")
+@pytest.mark.parametrize("command", ["rm --yes RUN", "train --resume RUN steps=9", "serve RUN"])
+def test_a_directory_that_may_not_be_written_is_two_lines(command: str, tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    run.path.chmod(0o500)
+    arguments = [sys.executable, "-c", "from rollmill.cli.main import main; main()"]
+    arguments += command.replace("RUN", str(run.path)).split()
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, preexec_fn=_obey_modes)
+    run.path.chmod(0o700)
+    assert done.returncode == 1, done
+    error, hint = done.stderr.splitlines()
+    assert str(run.path) in error and error.endswith(": Permission denied")
+    assert "check the owner and the permissions" in hint
 
 
 def test_an_error_is_two_lines_and_exit_code_1() -> None:

@@ -44,6 +44,12 @@ def test_a_port_that_someone_listens_on() -> None:
             assert other != port
 
 
+def test_an_address_that_this_machine_does_not_have() -> None:
+    for port, default in ((None, 8000), (8000, None)):
+        with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:8000: "):
+            held_port("192.0.2.1", port, default).__enter__()
+
+
 def test_a_host_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no-such-host\.invalid:8000"):
         held_port("no-such-host.invalid", None, 8000).__enter__()
