@@ -62,9 +62,11 @@ def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()
                 f"{path} does not exist", hint="`ls examples/` shows configurations to start from"
             ) from None
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="check its owner and mode") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+            raise ConfigError(
+                f"{path} is not valid TOML: {error}", hint="`rollmill init DIR` writes a file that works"
+            ) from None
         if "modules" in model.model_fields:
             tree.setdefault("modules", str(path.parent.absolute()))
     return override_config(model, tree, overrides, source)
@@ -82,7 +84,10 @@ def validate_config(model: type[C], tree: dict[str, Any], source: str) -> C:
         # JSON mode: arrays may fill tuples and strings may fill enums, while numbers stay strict
         return model.model_validate_json(json.dumps(model.derive(tree)))
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explain_problems(model, error)}") from None
+        raise ConfigError(
+            f"{source}: {explain_problems(model, error)}",
+            hint="`rollmill config` explains every setting; `rollmill init DIR` writes a file that works",
+        ) from None
     except TypeError as error:  # dates: TOML has them, JSON has not
         raise ConfigError(f"{source}: {error}", hint="dates are not used in configurations; quote it") from None
 

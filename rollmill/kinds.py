@@ -169,7 +169,7 @@ def load_class(slot: Slot, kind: str) -> type:
     module, separator, name = target.partition(":")
     if not separator:
         near = difflib.get_close_matches(kind, slot.built_in, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(slot.built_in) or 'none'}"
+        hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(slot.built_in) or 'none'}."
         raise ConfigError(
             f"[{slot.section}] kind = {kind!r} is unknown",
             hint=f"{hint} A class of your own is written as package.module:Class",

@@ -122,7 +122,10 @@ def explain(
     journal = _journal(directory)
     found = journal.get(number) if number is not None else journal.current()
     if found is None:
-        raise RollmillError("there is no such cycle", hint=f"`rollmill cycle history {directory}` lists them")
+        raise RollmillError(
+            f"{directory} has no cycle{'' if number is None else f' {number}'}",
+            hint=f"`rollmill cycle history {directory}` lists them; `rollmill cycle run {directory}` begins one",
+        )
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = UNFOLDED

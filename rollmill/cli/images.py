@@ -222,8 +222,12 @@ def list_all() -> None:
     from rollmill.environments.machines.build_image import list_images
     from rollmill.environments.machines.images import images_directory
 
+    images = list_images()
+    if not images:
+        typer.echo(f"no image in {images_directory()} ($ROLLMILL_IMAGES); `rollmill images build` makes one")
+        return
     table = Table("name", "digest", "size", "Python", "requirements", "fidelity")
-    for name, record in list_images():
+    for name, record in images:
         if record is None:
             table.add_row(name, "damaged", "", "", f"`rollmill images rm {name}`, then build it again", "")
             continue

@@ -29,8 +29,10 @@ def init(
         taken = sorted(name for name in files if (directory / name).exists())
         if taken:
             raise ConfigError(f"{directory / taken[0]} exists already", hint="name a new directory")
+        if (directory / "run.json").exists():
+            raise ConfigError(f"{directory} holds a run", hint="name a new directory")
         for name, template in files.items():
             (directory / name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}", hint="name another directory") from None
     typer.echo(f"wrote {', '.join(sorted(files))}\nnext: cd {directory} && rollmill tasks check run.toml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -64,13 +64,28 @@ def list_keys(run_dir: RunDir) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    keys = _store(run_dir).list()
+    if not keys:
+        typer.echo(f"no key yet; `rollmill keys create {run_dir}` makes one")
+        return
+    columns: dict[str, list[Any]] = {
+        "id": [key.id for key in keys],
+        "name": [key.name for key in keys],
+        "scopes": [" ".join(sorted(key.scopes)) for key in keys],
+        "state": [_state(key) for key in keys],
+        "requests/min": [key.requests_per_minute for key in keys],
+        "tokens/min": [key.tokens_per_minute for key in keys],
+        "used": [key.used_tokens for key in keys],
+        "budget": [key.budget_tokens for key in keys],
+        "consent": [key.consent for key in keys],
+    }
+    # a column that no key uses has no place, so that the others fit a screen
+    used = {name: cells for name, cells in columns.items() if any(cell not in (None, "") for cell in cells)}
     table = Table(box=None, pad_edge=False)
-    for column in ("id", "name", "scopes", "state", "requests/min", "tokens/min", "used", "budget", "consent"):
-        table.add_column(column, overflow="fold")
-    for key in _store(run_dir).list():
-        numbers = (key.requests_per_minute, key.tokens_per_minute, key.used_tokens, key.budget_tokens)
-        cells = ("" if number is None else str(number) for number in numbers)
-        table.add_row(key.id, key.name, " ".join(sorted(key.scopes)), _state(key), *cells, key.consent or "")
+    for name in used:
+        table.add_column(name, overflow="fold", no_wrap=name not in ("name", "scopes"))
+    for row in zip(*used.values(), strict=True):
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
     Console(highlight=False, markup=False).print(table)
 
 

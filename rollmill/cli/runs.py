@@ -121,6 +121,8 @@ def logs(
     cluster.collect(run)
     found = dict(_log_files(run))
     if role is None:
+        if not found:
+            print(f"{directory} has no logs yet")
         for name, path in found.items():
             print(f"{name:24} {_size(path.stat().st_size):>9}  {path}")
         return

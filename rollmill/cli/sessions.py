@@ -46,6 +46,9 @@ def list_sessions(
         for each in found:
             typer.echo(json.dumps(each))
         return
+    if not found:
+        typer.echo("no session yet; `rollmill serve` or a training opens them")
+        return
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, overflow="fold")

@@ -202,6 +202,11 @@ def show(
 
     from rollmill.cli import transcript
 
+    if (Path(id) / "run.json").exists():
+        raise ConfigError(
+            f"{id} is a run, not the id of a trajectory",
+            hint=f"`rollmill trajectories list {id}` lists the ids; the id comes before the run",
+        )
     run, store, row = _find(id, run_dir, database, objects)
     longest = math.inf if full else _LONGEST
     console = Console(highlight=False)

@@ -87,7 +87,10 @@ class RunDirectory:
                 f"{path} holds no run (no run.json)", hint=f"{train}`rollmill runs` lists the runs there are"
             ) from None
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+            raise ConfigError(
+                f"{file} cannot be read: {error.strerror}",
+                hint="it has the keys of the run: only its owner may read it",
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{file} is damaged: {error!r}", hint="restore it, or start a run of another name"
@@ -126,7 +129,9 @@ class RunDirectory:
                 hint=f"`rollmill train --resume {self.path}` continues it; another `name` starts a new one",
             ) from None
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+            raise ConfigError(
+                f"{self.path} cannot be written: {error.strerror}", hint="check owner and mode of the directory above"
+            ) from None
 
     def rewrite(self, config: RunConfig) -> RunDirectory:
         """The run with another configuration, in its run.json too. The caller holds the run's lock."""
@@ -134,7 +139,9 @@ class RunDirectory:
         try:
             os.replace(run._draft(), self.path / "run.json")
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+            raise ConfigError(
+                f"{self.path} cannot be written: {error.strerror}", hint="check owner and mode of the directory above"
+            ) from None
         return run
 
     def _draft(self) -> str:

@@ -102,6 +102,10 @@ class EndpointProxy:
         try:
             status, answer = await self._request("POST", "/chat/completions", body, _NOT_RECORDED)
             names = _model_names((await self._request("GET", "/models", None))[1]) if status == 404 else []
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+            raise ConfigError(
+                f"{url!r} is no URL of an endpoint", hint="for example http://127.0.0.1:8000/v1"
+            ) from None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ConfigError(
                 f"the endpoint {url} cannot be reached: {str(error) or type(error).__name__}",
@@ -117,7 +121,7 @@ class EndpointProxy:
             raise ConfigError(
                 f"the endpoint {url} has no model {model!r}", hint=f"--model-name NAME, one of {', '.join(names[:8])}"
             )
-        if status in (404, 405):
+        if status in (404, 405, 501):
             hint = url_hint(url) or "is that an OpenAI-compatible server? --model-name names the model"
             raise ConfigError(f"the endpoint {url} answered {status}: {error_message(answer)}", hint=hint)
 

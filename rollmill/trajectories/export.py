@@ -45,7 +45,7 @@ def export_trajectories(
         count = _write_openai(draft, found) if format == "openai" else _write_parquet(draft, found)
         os.replace(draft, target)
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{target} cannot be written: {error.strerror}", hint="name another file") from None
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()

@@ -47,8 +47,9 @@ def test_the_gates_table_fits_a_terminal_and_a_log_of_80_columns() -> None:
 def test_history_and_explain(tmp_path: Path, rollmill: Callable[..., Told]) -> None:
     run = RunDirectory.create(tmp_path, make_config())
     assert "no cycle yet" in rollmill("cycle", "history", run.path).out
-    told = rollmill("cycle", "explain", run.path)
-    assert told.code == 1 and "there is no such cycle" in told.err
+    for number in ((), (9,)):
+        told = rollmill("cycle", "explain", run.path, *number)
+        assert told.code == 1 and " ".join([f"{run.path} has no cycle", *map(str, number)]) in told.err
     journal = Journal(open_database(run.database_url), run.id)
     cycle = journal.move(journal.begin({"since": 0.0}, "waiting for 8 conversations"), "distilling", "8 came")
     populations = [Population("fix", "rl@4", 3, 0.5, 0.25), Population("", "rl@4", 5, 1.0, 0.0)]

@@ -15,6 +15,8 @@ def test_images_are_built_listed_and_removed(
     rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "store"))
+    empty = rollmill("images", "list").out
+    assert f"no image in {tmp_path / 'store'}" in empty and "`rollmill images build`" in empty
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "main.py").write_text("x = 1\n")
     built = rollmill("images", "build", "own", "--directory", tmp_path / "files")

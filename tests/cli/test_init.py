@@ -31,6 +31,14 @@ def shell(script: str, directory: Path) -> str:
     return done.stdout
 
 
+def test_init_does_not_write_where_a_run_is(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    told = rollmill("init", tmp_path)
+    assert told.code == 1 and f"{tmp_path} holds a run" in told.err and len(list(tmp_path.iterdir())) == 1
+    told = rollmill("init", tmp_path / "run.json")
+    assert told.code == 1 and "cannot be written" in told.err and "hint: name another directory" in told.err
+
+
 @pytest.mark.slow
 def test_the_files_of_init_pass_their_own_test(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert rollmill("init", tmp_path / "own").code == 0

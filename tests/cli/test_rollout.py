@@ -122,6 +122,7 @@ def test_an_endpoint_that_is_not_there_is_told_at_once(rollmill: Command, model:
     ("status", "url", "told"),
     [
         (401, "{}", "wants a key: 401 not here\nhint: set OPENAI_API_KEY"),
+        (501, "{}", "answered 501: not here\nhint: is that an OpenAI-compatible server?"),
         (404, "{}", "answered 404: not here\nhint: is that an OpenAI-compatible server?"),
         (404, "{}/chat/completions", "did you mean {}?"),
     ],

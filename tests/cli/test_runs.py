@@ -117,7 +117,7 @@ def test_rm_asks_first(tmp_path: Path) -> None:
 
 def test_logs(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     run = finished_run(tmp_path)
-    assert rollmill("logs", run.path).out == ""
+    assert rollmill("logs", run.path).out == f"{run.path} has no logs yet\n"
     for folder, name in ((run.logs, "trainer"), (run.path / "services" / "serve-1" / "logs", "gateway")):
         folder.mkdir(parents=True)
         (folder / f"{name}.log").write_text("".join(f"{name} {number}\n" for number in range(100)))

@@ -42,4 +42,5 @@ async def test_the_key_the_model_and_the_url_are_checked_and_nothing_is_recorded
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "http://", "nonsense"])
 async def test_what_is_no_url_is_told(url: str) -> None:
-    assert f"the endpoint {url} cannot be reached: " in await check(Endpoint(url))
+    told = await check(Endpoint(url))
+    assert f"{url!r} is no URL of an endpoint" in told and "for example http://" in told

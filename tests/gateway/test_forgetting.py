@@ -187,6 +187,7 @@ async def test_the_commands(mill: Mill, answers: Answers, monkeypatch: pytest.Mo
     async with mill.running(endpoint) as door:
         _, _, other = await conversations(door)
     run = RunDirectory.create(mill.directory, load_config(RunConfig, DEMO, ['name="demo"']))
+    assert "no session yet" in await asyncio.to_thread(call, "sessions", "list", run.path)
     (mill.directory / "gateway").rename(run.path / "gateway")
     listed = await asyncio.to_thread(call, "sessions", "list", run.path)
     assert "chat-7" in listed and "open" in listed and "private" not in listed

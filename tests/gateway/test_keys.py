@@ -189,15 +189,23 @@ async def test_many_requests_with_one_new_key_ask_the_database_once(tmp_path: Pa
     assert store.asked == 1
 
 
-def test_the_command_shows_a_secret_once(rollmill: Callable[..., Told], tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_shows_a_secret_once(
+    rollmill: Callable[..., Told],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from rollmill.cluster.run import RunDirectory
 
     run = RunDirectory.create(tmp_path, make_config())
+    assert f"rollmill keys create {run.path}" in rollmill("keys", "list", run.path).out
     made = rollmill("keys", "create", run.path, "--name", "trial", "--days", "30", "--requests-per-minute", "60")
     secret = made.out.strip()
     assert secret.startswith("rmk-") and secret not in made.err
     listed = rollmill("keys", "list", run.path).out
     assert "trial" in listed and "expires in 30 d" in listed and secret not in listed
+    monkeypatch.setenv("COLUMNS", "80")
+    head, row = rollmill("keys", "list", run.path).out.splitlines()
+    assert head.split() == ["id", "name", "scopes", "state", "requests/min", "used"] and len(row) <= 80
     id = secret.split("-")[1]
     assert rollmill("keys", "revoke", run.path, id).out.startswith(f"revoked {id}")
     assert "revoked" in rollmill("keys", "list", run.path).out

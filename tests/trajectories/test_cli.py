@@ -212,6 +212,7 @@ def test_mistakes(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["list", "--database", "sqlite:///nowhere.db"], "does not exist"),
         (["show", "x", "--database", f"sqlite:///{run.path}/mill.db"], "needs --objects"),
         (["show", "demo-1-0", "--tokens"], "tokenizer"),
+        (["show", run.path, "demo-1-0"], "is a run, not the id of a trajectory"),
     ):
         with pytest.raises(ConfigError, match=message):
             call(*arguments)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +189,25 @@ async def test_a_cancelled_request_leaves_no_wrong_answer_behind(machine: Namesp
                 await machine.exec(["sh", "-c", "sleep 0.5; echo late"])
     assert await machine.read("main.py") == b"mine"
     assert (await machine.exec(["echo", "mine"])).output == b"mine\n"
+
+
+async def test_whoever_is_cancelled_leaves_no_complaint_of_asyncio_behind() -> None:
+    """As Ctrl-C does: those who wait for the end of a machine are cancelled, then the machine host is closed."""
+    complaints: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    host = NamespaceHost()
+    machine = await host.create(BUILT_IN)
+    ending = asyncio.create_task(machine.close())
+    while not host._ending:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.wait([ending])
+    await host.close()
+    del ending, machine, host
+    gc.collect()
+    loop.set_exception_handler(None)
+    assert not complaints
 
 
 async def test_refusals_of_the_kernel_have_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,7 @@ class NamespaceHost:
         for future in waiting:
             if not future.done():
                 future.set_exception(MachineError(why))
+                future.exception()  # read: whoever waited may have been cancelled, and asyncio would complain at exit
 
 
 def emulated(image: Image) -> str | None:
