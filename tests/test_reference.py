@@ -136,7 +136,10 @@ def test_the_command_explains_settings() -> None:
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    assert "seed  integer; default 0" in shown() and "stages" in shown()
+    assert "seed  integer; default 0" in shown()
+    outline = re.findall(r"(?m)^  (\w+)  ", shown().split("sections, each")[1])
+    assert len(outline) == len(set(outline)) and {"stages", "rewards", "engines", "machine", "gate"} <= set(outline)
+    assert "Kinds: local, ray." in shown()
     assert "max_staleness  integer ≥ 0; default 2" in shown("stages.rl")
     assert "stages.rl.training.optimizer.lr" in shown("stages.rl") and "gateway." not in shown("stages.rl")
     assert "seed" not in shown("stages.rl.weight_cap") and "Upper bound" in shown("stages.rl.weight_cap")

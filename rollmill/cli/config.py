@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,10 +53,21 @@ def show_settings(
         return
     console.print("\n[bold]sections[/], each explained by `rollmill config SECTION`:\n")
     table = Table.grid(padding=(0, 2))
-    for each in others:
-        if "." not in each.path:
-            table.add_row(f"  [bold cyan]{each.path}[/]", escape(each.description))
+    for name, (description, kinds) in _outline(others).items():
+        told = f"{description} Kinds: {', '.join(kinds)}." if kinds else description
+        table.add_row(f"  [bold cyan]{name}[/]", escape(told))
     console.print(table)
+
+
+def _outline(listed: Sequence[Section]) -> dict[str, tuple[str, list[str]]]:
+    """The sections of the top level by name, each once, with its description and the kinds that it has."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for each in listed:
+        name = each.header.strip("[]")
+        if "." not in name:
+            _, kinds = found.setdefault(name, (each.description, []))
+            kinds += [each.choice.partition(" = ")[2].strip('"')] if each.choice else []
+    return found
 
 
 def _print_section(console: Console, section: Section) -> None:

@@ -6,7 +6,7 @@ import errno
 import inspect
 import re
 import sys
-from textwrap import dedent
+from textwrap import TextWrapper, dedent
 from typing import Annotated
 
 import typer
@@ -107,11 +107,17 @@ def options(
     """Options of `rollmill` itself."""
 
 
+def _folded(code: str) -> str:
+    """Examples that fit 80 columns and still work when they are copied: long lines go on after a backslash."""
+    fold = TextWrapper(74, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(" \\\n".join(fold.wrap(line)) for line in dedent(code).strip().splitlines())
+
+
 def _fence_examples(group: typer.Typer) -> None:
     """Make fenced code of the indented examples in docstrings: typer would join their lines."""
     for command in group.registered_commands:
         text = inspect.cleandoc(command.help or (command.callback.__doc__ if command.callback else "") or "")
-        command.help = re.sub(r"(?m)(?:^ {4}.*(?:\n|\Z))+", lambda code: f"```\n{dedent(code[0]).strip()}\n```\n", text)
+        command.help = re.sub(r"(?m)(?:^ {4}.*(?:\n|\Z))+", lambda code: f"```\n{_folded(code[0])}\n```\n", text)
     for below in group.registered_groups:
         if below.typer_instance is not None:
             _fence_examples(below.typer_instance)

@@ -12,6 +12,7 @@ import pytest
 from rollmill import __version__
 from tests.cli.conftest import Told
 from tests.cli.test_runs import finished_run
+from tests.test_repo import ROOT
 
 COMMANDS = (
     *("demo", "train", "eval", "serve", "runs", "status", "logs", "stop", "rm"),
@@ -38,6 +39,19 @@ def test_version_and_short_help(rollmill: Callable[..., Told]) -> None:
         told = rollmill(*arguments)
         assert told.code == 0 and "Usage" in told.out
     assert "--install-completion" in rollmill("-h").out
+
+
+@pytest.mark.parametrize("command", ["keys create", "images build", "train", "trajectories admit"])
+def test_examples_can_be_copied_from_a_narrow_screen(
+    rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.rstrip() for line in rollmill(*command.split(), "--help").out.split("╭─")[0].splitlines()]
+    whole = "\n".join(lines).replace(" \\\n", " ").splitlines()
+    examples = [" ".join(line.split()) for line in whole if line.startswith(f"  rollmill {command} ")]
+    assert max(map(len, lines)) <= 80
+    text = (ROOT / "rollmill" / "cli" / f"{command.split()[0]}.py").read_text()
+    assert examples and all(f"        {example}\n" in text for example in examples)
 
 
 def test_an_unknown_command_is_a_usage_error(rollmill: Callable[..., Told]) -> None:
