@@ -73,8 +73,8 @@ def list_keys(run_dir: RunDir) -> None:
         "name": [key.name for key in keys],
         "scopes": [" ".join(sorted(key.scopes)) for key in keys],
         "state": [_state(key) for key in keys],
-        "requests/min": [key.requests_per_minute for key in keys],
-        "tokens/min": [key.tokens_per_minute for key in keys],
+        "req/min": [key.requests_per_minute for key in keys],
+        "tok/min": [key.tokens_per_minute for key in keys],
         "used": [key.used_tokens for key in keys],
         "budget": [key.budget_tokens for key in keys],
         "consent": [key.consent for key in keys],
@@ -83,7 +83,8 @@ def list_keys(run_dir: RunDir) -> None:
     used = {name: cells for name, cells in columns.items() if any(cell not in (None, "") for cell in cells)}
     table = Table(box=None, pad_edge=False)
     for name in used:
-        table.add_column(name, overflow="fold", no_wrap=name not in ("name", "scopes"))
+        wraps = name in ("name", "scopes")
+        table.add_column(name, overflow="fold", no_wrap=not wraps, min_width=10 if wraps else None)
     for row in zip(*used.values(), strict=True):
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     Console(highlight=False, markup=False).print(table)
@@ -119,4 +120,4 @@ def _state(key: Key) -> str:
     if key.expires_at is None:
         return "valid"
     days = (key.expires_at - time.time()) / 86400
-    return f"expires in {days:.0f} d" if days > 0 else "expired"
+    return f"{days:.0f} d left" if days > 0 else "expired"

@@ -49,6 +49,7 @@ Database = Annotated[str | None, typer.Option(help="read this database instead: 
 Store = Annotated[str | None, typer.Option("--objects", help="object store of that database: directory or URL")]
 
 _COLUMNS = ("id", "state", "reward", "task", "split", "tokens", "sampled by", "age", "reason")
+_SPARE = ("sampled by", "split", "tokens", "age", "task")  # left out of a narrow terminal, in this order
 _UNBOUNDED = 1 << 20
 _LONGEST = 4000  # characters of one message, unless --full
 
@@ -369,7 +370,7 @@ def _load_tokenizer(path: Path | None) -> Tokenizer:
 
 
 def _print_table(console: Console, rows: list[TrajectoryRow]) -> None:
-    """Only the reason is cut, and only in a terminal. A line that is still too long wraps."""
+    """In a terminal, columns that do not fit are left out and the reason is cut. Ids are never cut: they may wrap."""
     from rich.console import Console
     from rich.measure import Measurement
 
@@ -378,21 +379,27 @@ def _print_table(console: Console, rows: list[TrajectoryRow]) -> None:
 
     if not rows:
         return console.print("no trajectories match")
-    room = max(20, console.width - width(_table(rows, 0))) if console.is_terminal else _UNBOUNDED
-    table = _table(rows, room)
+    names, room = list(_COLUMNS), _UNBOUNDED
+    if console.is_terminal:
+        for name in _SPARE:
+            if width(_table(rows, names, 20)) <= console.width:
+                break
+            names.remove(name)
+        room = max(8, console.width - width(_table(rows, names, 1)) + len("reason"))  # its heading is that wide
+    table = _table(rows, names, room)
     Console(width=max(console.width, width(table))).print(table)
 
 
-def _table(rows: list[TrajectoryRow], longest_reason: int) -> Table:
+def _table(rows: list[TrajectoryRow], names: list[str], longest_reason: int) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in _COLUMNS:
+    for name in names:
         table.add_column(name, justify="right" if name in ("reward", "tokens", "age") else "left", no_wrap=True)
     for row in rows:
-        *cells, reason = _cells(row)
-        reason.truncate(longest_reason, overflow="ellipsis")
-        table.add_row(*cells, reason)
+        cells = dict(zip(_COLUMNS, _cells(row), strict=True))
+        cells["reason"].truncate(longest_reason, overflow="ellipsis")
+        table.add_row(*(cells[name] for name in names))
     return table
 
 

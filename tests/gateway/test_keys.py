@@ -202,10 +202,13 @@ def test_the_command_shows_a_secret_once(
     secret = made.out.strip()
     assert secret.startswith("rmk-") and secret not in made.err
     listed = rollmill("keys", "list", run.path).out
-    assert "trial" in listed and "expires in 30 d" in listed and secret not in listed
+    assert "trial" in listed and "30 d left" in listed and secret not in listed
     monkeypatch.setenv("COLUMNS", "80")
-    head, row = rollmill("keys", "list", run.path).out.splitlines()
-    assert head.split() == ["id", "name", "scopes", "state", "requests/min", "used"] and len(row) <= 80
+    assert rollmill("keys", "list", run.path).out.split()[:6] == ["id", "name", "scopes", "state", "req/min", "used"]
+    full = ("--scope", "production", "--scope", "feedback", "--budget", "100000000", "--consent", "train")
+    rollmill("keys", "create", run.path, "--name", "website-of-the-company", "--days", "9", *full)
+    printed = rollmill("keys", "list", run.path).out
+    assert max(map(len, printed.splitlines())) <= 80 and "production" in printed and "budget     consent" in printed
     id = secret.split("-")[1]
     assert rollmill("keys", "revoke", run.path, id).out.startswith(f"revoked {id}")
     assert "revoked" in rollmill("keys", "list", run.path).out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,9 +111,24 @@ def test_list_never_cuts_an_id(run: RunDirectory, monkeypatch: pytest.MonkeyPatc
     for columns, terminal in (("40", "1"), ("80", "1"), ("40", "0")):
         monkeypatch.setenv("COLUMNS", columns)
         monkeypatch.setenv("FORCE_COLOR" if terminal == "1" else "NO_COLOR", "1")
-        assert long in call("list") and "a task with a name of some length" in call("list")
-        assert long in call("show", long)
+        assert long in call("list") and long in call("show", long)
+        assert terminal == "1" or "a task with a name of some length" in call("list")
         monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def test_list_fits_a_terminal(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for long in ("demo-0a1b2c-rl-31-3", "demo-after-0a1b2c-heldout_family-sampled-0123-45"):
+        store.create("demo", "", "a task with a name", [long], {"split": "heldout_family"})
+        store.fail(long, "a reason " * 50)
+        for columns in (80, 110, 160):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in call("list").splitlines()]
+            assert max(map(len, lines)) <= columns, lines
+            line = next(line for line in lines if line.startswith(long))
+            assert line.split()[1] == "failed" and " a reas" in line
+            assert ("a task with a name" in line) == (columns > 80 or len(long) < 20), lines
 
 
 def test_show_finds_an_id_in_any_run(run: RunDirectory) -> None:
