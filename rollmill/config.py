@@ -84,10 +84,9 @@ def validate_config(model: type[C], tree: dict[str, Any], source: str) -> C:
         # JSON mode: arrays may fill tuples and strings may fill enums, while numbers stay strict
         return model.model_validate_json(json.dumps(model.derive(tree)))
     except ValidationError as error:
-        raise ConfigError(
-            f"{source}: {explain_problems(model, error)}",
-            hint="`rollmill config` explains every setting; `rollmill init DIR` writes a file that works",
-        ) from None
+        of_a_run = "modules" in model.model_fields
+        hint = "`rollmill config` explains every setting; `rollmill init DIR` writes a file that works"
+        raise ConfigError(f"{source}: {explain_problems(model, error)}", hint=hint if of_a_run else None) from None
     except TypeError as error:  # dates: TOML has them, JSON has not
         raise ConfigError(f"{source}: {error}", hint="dates are not used in configurations; quote it") from None
 

@@ -124,11 +124,12 @@ def fidelity(
 
 
 async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
+    from rollmill.config import validate_config
     from rollmill.environments.machines.fidelity import look
     from rollmill.environments.sections import MachineSection
     from rollmill.kinds import build
 
-    host = build(MachineSection.model_validate({"kind": kind}))
+    host = build(validate_config(MachineSection, {"kind": kind}, "--kind"))
     try:
         machine = await host.create(image)
         try:
@@ -174,6 +175,7 @@ def serve(
     from aiohttp import web
 
     from rollmill.cluster.ports import held_port
+    from rollmill.config import validate_config
     from rollmill.environments.machines.remote.app import make_app, serve_outwards
     from rollmill.environments.machines.remote.service import Service
     from rollmill.environments.sections import MachineSection
@@ -191,8 +193,10 @@ def serve(
     if tls_cert is not None:
         tls = server_context(str(tls_cert), str(tls_key) if tls_key else None, "--tls-cert")
 
+    section = validate_config(MachineSection, {"kind": kind, "image_store": image_store}, "--kind")
+
     async def application() -> web.Application:
-        machines = build(MachineSection.model_validate({"kind": kind, "image_store": image_store}))
+        machines = build(section)
         return make_app(Service(machines, key, capacity=capacity, starts=starts))
 
     if connect is not None:

@@ -189,7 +189,12 @@ def _verdict(figures: Path) -> str:
     """The run in one line; a run without RL steps has nothing to compare."""
     import json
 
-    report = json.loads(figures.read_text())
+    from rollmill.errors import ConfigError
+
+    try:
+        report = json.loads(figures.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{figures} is damaged: {error}", hint="delete it: --resume writes it again") from None
     before, after = report["solve_rate_before"], report["solve_rate_after"]
     if before is None or after is None:
         return f"finished in {report['seconds']:.0f} s"

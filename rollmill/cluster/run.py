@@ -82,7 +82,9 @@ class RunDirectory:
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
             return cls(path, config, id, saved["ports"], {name: _secret(saved, name) for name in SECRETS})
         except (FileNotFoundError, NotADirectoryError):
-            train = f"`rollmill train {path}` makes a run of it; " if path.suffix == ".toml" else ""
+            file = path if path.suffix == ".toml" else path / "run.toml"  # as `rollmill init` writes it
+            meant = "" if file == path else f"did you mean {file}? "
+            train = f"{meant}`rollmill train {file}` makes a run of it; " if file.is_file() else ""
             raise ConfigError(
                 f"{path} holds no run (no run.json)", hint=f"{train}`rollmill runs` lists the runs there are"
             ) from None

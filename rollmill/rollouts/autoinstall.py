@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rollmill.config import validate_config
 from rollmill.environments.harness import Harness
 from rollmill.environments.harnesses.shell import ShellHarness, bash
 from rollmill.environments.machine import ExecResult, Machine, MachineHost
@@ -151,10 +152,11 @@ async def install_repository(
 ) -> Installed:
     """Autoinstall from a repository: an image of it, sealed, then the agent."""
     base = f"{name[:50]}.base"
+    section = validate_config(MachineSection, {"kind": kind}, "the kind of machine")
     async with EndpointProxy(endpoint) as proxy:
         await proxy.check()
     build_image(base, repository=repository, commit=commit, requirements=requirements)
-    machines: MachineHost = build(MachineSection.model_validate({"kind": kind}))
+    machines: MachineHost = build(section)
     harness = ShellHarness()
     try:
         async with EndpointProxy(endpoint) as proxy:

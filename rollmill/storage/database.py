@@ -134,8 +134,8 @@ def _postgresql_now(element: Any, compiler: Any, **_: Any) -> str:
 
 
 def name_of(engine: sa.Engine) -> str:
-    """The name of the database for messages, without its password."""
-    return engine.url.render_as_string(hide_password=True)
+    """The name of the database for messages, without its password and our own options."""
+    return engine.url.difference_update_query(["options", "password"]).render_as_string(hide_password=True)
 
 
 def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True, read_only: bool = False) -> sa.Engine:
@@ -264,7 +264,7 @@ def _explained(engine: sa.Engine) -> Iterator[None]:
     except IntegrityError:
         raise
     except (DBAPIError, PoolTimeout) as error:
-        cause = str(getattr(error, "orig", None) or error).strip()
+        cause = " ".join(str(getattr(error, "orig", None) or error).split())
         raise StorageError(f"{name_of(engine)}: {cause}", hint=_hint(cause, error)) from error
 
 

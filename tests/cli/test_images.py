@@ -23,6 +23,11 @@ def test_images_are_built_listed_and_removed(
     assert built.code == 0 and "own@" in built.out and "MiB" in built.out, built
     listed = rollmill("images", "list")
     assert "own" in listed.out and str(tmp_path / "store") in listed.out
+    (tmp_path / "text").write_text("no archive")
+    told = rollmill("images", "build", "x", "--oci", tmp_path / "text").err.splitlines()
+    assert len(told) == 2 and "is not an archive of an OCI image" in told[0] and "skopeo" in told[1]
+    told = rollmill("images", "build", "x", "--directory", tmp_path / "files", "--verify", "false").err.splitlines()
+    assert len(told) == 2 and "'false' ended with exit code 1" in told[0] and "hint: " in told[1]
     assert rollmill("images", "rm", "own").code == 0
     again = rollmill("images", "rm", "own")
     assert again.code == 1 and "there is no built image 'own'" in again.err and "Traceback" not in again.err

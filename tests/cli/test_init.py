@@ -31,6 +31,14 @@ def shell(script: str, directory: Path) -> str:
     return done.stdout
 
 
+def test_the_directory_of_init_is_no_run_and_its_file_is_named(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    assert rollmill("init", tmp_path / "own").code == 0
+    told = rollmill("tasks", "list", tmp_path / "own")
+    assert told.code == 1 and f"hint: did you mean {tmp_path / 'own' / 'run.toml'}? " in told.err
+    told = rollmill("train", tmp_path / "own" / "run.toml", "sed=1", "--dry-run")
+    assert told.code == 1 and "did you mean 'seed'?\nhint: `rollmill config` explains" in told.err
+
+
 def test_init_does_not_write_where_a_run_is(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     told = rollmill("init", tmp_path)

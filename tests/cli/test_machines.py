@@ -52,6 +52,22 @@ def test_setup_without_root_says_what_to_install(
     assert whole in told.out, "no reason is broken into a narrow column"
 
 
+@pytest.mark.parametrize("command", ["serve", "fidelity"])
+def test_a_kind_of_machine_that_is_unknown(
+    rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("ROLLMILL_MACHINES_KEY", "0123456789abcdef")
+    told = rollmill("machines", command, "--kind", "qmu")
+    assert told.code == 1 and "kind = 'qmu' is unknown" in told.err and "did you mean 'qemu'?" in told.err
+    assert not told.out and "Traceback" not in told.err
+
+
+def test_connecting_to_what_is_no_url(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_MACHINES_KEY", "0123456789abcdef")
+    told = rollmill("machines", "serve", "--connect", "10.0.0.7:8900")
+    assert told.code == 1 and "'10.0.0.7:8900' is no URL" in told.err and "https://" in told.err
+
+
 def test_serving_on_a_port_that_is_taken(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMILL_MACHINES_KEY", "0123456789abcdef")
     with socket.create_server(("127.0.0.1", 0)) as taken:

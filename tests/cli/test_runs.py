@@ -94,6 +94,12 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(rollmill: Callable[
     assert tree(run.path) == before
 
 
+def test_a_damaged_report_is_named(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    (run.path / "report.json").write_text("{")
+    assert refused(rollmill("train", "--resume", run.path), f"{run.path / 'report.json'} is damaged", "delete it")
+
+
 def test_a_run_is_finished_when_its_last_version_was_evaluated_and_reported(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     assert is_finished(run)

@@ -73,7 +73,10 @@ def _open_archive(image: Path, target: Path) -> None:
                 elif member.isreg() and (path in ("index.json", "oci-layout") or path.startswith("blobs/sha256/")):
                     layers.write(target, path, member, archive)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise TaskError(f"{image} is not an archive of an OCI image: {error}") from None
+        raise TaskError(
+            f"{image} is not an archive of an OCI image: {str(error).splitlines()[0]}",
+            hint="`podman save --format oci-archive` and `skopeo copy … oci-archive:FILE` write one",
+        ) from None
 
 
 def _manifest(layout: Path) -> Manifest:

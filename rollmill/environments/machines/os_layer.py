@@ -222,4 +222,7 @@ def _run(command: list[str]) -> None:
         raise TaskError(f"{command[0]} took more than {_BUILD_S:.0f} s") from None
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip()[-1200:]
-        raise TaskError(f"{' '.join(command[:2])} … ended with exit code {done.returncode}: {said}")
+        raise TaskError(
+            f"{' '.join(command[:2])} … ended with exit code {done.returncode}: {said}",
+            hint="do the suite and the packages exist, and can the mirror be reached?",
+        )

@@ -53,5 +53,8 @@ async def verify(machine: Machine, commands: Sequence[str]) -> None:
         result = await machine.exec(["sh", "-c", command], timeout_s=limit)
         if result.exit_code != 0:
             why = f"stopped by the limit {result.stopped!r}" if result.stopped else f"exit code {result.exit_code}"
-            said = result.output.decode("utf-8", "replace")[-1500:]
-            raise TaskError(f"the image is not verified: {command!r} ended with {why}\n{said}")
+            said = result.output.decode("utf-8", "replace")[-1500:].rstrip()
+            raise TaskError(
+                f"the image is not verified: {command!r} ended with {why}\n{said}".rstrip(),
+                hint="change what the image is built from, or --verify; the name keeps what it had",
+            )

@@ -25,7 +25,7 @@ from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.remote import client
 from rollmill.environments.machines.remote.app import make_app
 from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
-from rollmill.environments.machines.remote.outward import Workers
+from rollmill.environments.machines.remote.outward import Workers, offer
 from rollmill.environments.machines.remote.service import Service
 from rollmill.environments.trees import get_tree, put_tree
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
@@ -367,3 +367,15 @@ async def test_a_program_that_reads_nothing_does_not_lose_its_host(url: str, mon
         assert 0 <= reply["count"] < 30_000  # the host answers while the program sleeps
         await asyncio.wait_for(typed.write(b"x" * 30_000), 60.0)  # all is typed once it reads
         await machine.close()
+
+
+async def test_a_worker_says_once_that_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    work = asyncio.create_task(offer(url, "key", 1))
+    while not caplog.records:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)  # the other connections, and the first that try again
+    work.cancel()
+    await asyncio.wait([work])
+    [text] = [record.getMessage() for record in caplog.records]
+    assert f"{url} does not answer: Cannot connect" in text and "ConnectionKey" not in text

@@ -29,6 +29,7 @@ import aiohttp
 from aiohttp import web
 
 from rollmill.backoff import Backoff
+from rollmill.errors import ConfigError
 
 log = logging.getLogger(__name__)
 _WAITING = 4  # connections that a worker keeps waiting
@@ -159,15 +160,19 @@ class Workers:
 
 async def offer(url: str, key: str, port: int, *, name: str | None = None) -> None:
     """The worker's side: keep connections waiting at `url` for the service on a loopback port. Runs until cancelled."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no URL of a run's machines", hint="for example https://10.0.0.7:8900")
     headers = {"Authorization": f"Bearer {key}", "X-Rollmill-Worker": name or f"worker-{secrets.token_hex(6)}"}
+    told = ""  # the last problem: said once, not at each of many attempts
     async with aiohttp.ClientSession(headers=headers) as session, asyncio.TaskGroup() as tasks:
 
         async def keep_one() -> None:
+            nonlocal told
             backoff, replaced = Backoff(0.1, 10.0, jitter=0.5), False
             while True:
                 try:
                     async with session.ws_connect(f"{url.rstrip('/')}/workers", heartbeat=_BEAT_S) as connection:
-                        began = time.monotonic()
+                        began, told = time.monotonic(), ""
                         message = await connection.receive()
                         if time.monotonic() - began > _BEAT_S:  # it was wanted: one that is refused ends at once
                             backoff.reset()
@@ -180,7 +185,10 @@ async def offer(url: str, key: str, port: int, *, name: str | None = None) -> No
                     if replaced:
                         log.warning("a connection of %s has ended: %r", url, error)
                         return
-                    log.warning("%s does not answer: %r", url, error)
+                    problem = str(error) or type(error).__name__
+                    if problem != told:
+                        log.warning("%s does not answer: %s; trying again", url, problem)
+                    told = problem
                 await asyncio.sleep(backoff.failed())
 
         for _ in range(_WAITING):
