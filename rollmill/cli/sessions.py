@@ -12,6 +12,8 @@ import typer
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rollmill.cluster.run import RunDirectory
     from rollmill.gateway.sessions.sessions import Session
 
@@ -33,9 +35,7 @@ def list_sessions(
 
         rollmill sessions list runs/demo
     """
-    from rich.console import Console
-    from rich.table import Table
-
+    from rollmill.cli.weights import display
     from rollmill.cluster.naming import open_with_index
     from rollmill.gateway.sessions.overview import describe_session
 
@@ -49,16 +49,16 @@ def list_sessions(
     if not found:
         typer.echo("no session yet; `rollmill serve` or a training opens them")
         return
-    table = Table(box=None, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, overflow="fold")
-    for each in found:
-        numbers = (each["turns"], each["tokens"], each["segments"])
-        cells = ("" if number is None else str(number) for number in numbers)
-        table.add_row(
-            each["name"], each["state"], each["traffic"], each["key"] or "", *cells, _age(each["answered_at"])
-        )
-    Console(highlight=False, markup=False).print(table)
+    rows = [{**each, "session": each["name"], "last answer": _age(each["answered_at"])} for each in found]
+
+    def make(columns: list[str]) -> Table:
+        table = display.table(*columns, numbers=("turns", "tokens", "segments"))
+        for row in rows:
+            table.add_row(*(display.safe("" if row[column] is None else row[column]) for column in columns))
+        return table
+
+    out = display.console()
+    out.print(display.fitted(out, make, list(_COLUMNS), ("segments", "key", "tokens", "traffic")))
 
 
 @app.command()

@@ -191,6 +191,10 @@ async def test_the_commands(mill: Mill, answers: Answers, monkeypatch: pytest.Mo
     (mill.directory / "gateway").rename(run.path / "gateway")
     listed = await asyncio.to_thread(call, "sessions", "list", run.path)
     assert "chat-7" in listed and "open" in listed and "private" not in listed
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = await asyncio.to_thread(call, "sessions", "list", run.path)
+    names = [word for word in listed.split() if word.startswith("live-")]
+    assert names and all(name in narrow for name in names) and max(map(len, narrow.splitlines())) <= 80
     shown = await asyncio.to_thread(call, "sessions", "show", run.path, "chat-7")
     assert other in shown and f"segment {other}.0 (start): 1 turns" in shown
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
