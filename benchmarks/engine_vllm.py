@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="turns of ours; vLLM has half as many in each type")
     parser.add_argument("--new", type=int, default=64, help="sampled tokens per prompt")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one vLLM process, its start included")
-    parser.add_argument("--patience", type=float, default=1.5, help="see above")
+    parser.add_argument("--patience", type=float, default=4.0, help="see above")
     parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
     options = parser.parse_args()
     if not options.python.exists():
