@@ -95,7 +95,9 @@ class Tokenizer:
         return "".join(parts)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts. Faster than `encode` one by one, and other threads run meanwhile."""
+        """Encode several texts. If they are long, several cores share them, and other threads run meanwhile."""
+        if len(texts) == 1 or sum(map(len, texts)) < _LONG:
+            return [self.encode(text) for text in texts]
         found = self._ordinary.encode_batch_fast([_storable(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
@@ -141,7 +143,7 @@ class TextStream:
         self._held.extend(tokens)
         if len(self._held) < self._next_try:
             return ""
-        before = self._tokenizer.decode(self._shown)
+        before = self._tokenizer.decode(self._shown) if self._shown else ""
         text = self._tokenizer.decode(self._shown + self._held)
         if self._tokenizer.may_change(self._held, text) or not text.startswith(before):
             # do not decode many tokens again with each new one

@@ -60,16 +60,7 @@ class CompactFormat:
         return [*closing, *self._render(messages, tools), self._agent]
 
     def render_answer(self, message: Message, tools: Sequence[Tool], *, history: Sequence[Message] = ()) -> list[int]:
-        parts = []
-        if message.get("content") or not message.get("tool_calls"):
-            parts.append([self._text, *self._tokenizer.encode(message.get("content") or "")])
-        schemas = _properties(tools)
-        for name, arguments in message_calls(message):
-            tokens = self._tokenizer.encode(name)
-            for argument in _positional(arguments, schemas.get(name)):
-                tokens += [self._arg, *self._tokenizer.encode(argument)]
-            parts.append(tokens)
-        return [*_joined(parts, self._call), self._end]
+        return self._encode(self._answer_pieces(message, tools))
 
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
         if tokens and tokens[-1] == self._end:
@@ -87,12 +78,32 @@ class CompactFormat:
         return ContentStream(self._tokenizer, start=self._text, ends=("<call>", "<end>", *stops))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        tokens: list[int] = []
+        pieces: list[str | int] = []
         for message in messages:
             if message["role"] == "assistant":
-                tokens += [self._agent, *self.render_answer(message, tools)]
+                pieces += [self._agent, *self._answer_pieces(message, tools)]
             else:
-                tokens += [self._roles[message["role"]], *self._tokenizer.encode(message["content"])]
+                pieces += [self._roles[message["role"]], message["content"]]
+        return self._encode(pieces)
+
+    def _answer_pieces(self, message: Message, tools: Sequence[Tool]) -> list[str | int]:
+        parts: list[list[str | int]] = []
+        if message.get("content") or not message.get("tool_calls"):
+            parts.append([self._text, message.get("content") or ""])
+        schemas = _properties(tools)
+        for name, arguments in message_calls(message):
+            part: list[str | int] = [name]
+            for argument in _positional(arguments, schemas.get(name)):
+                part += [self._arg, argument]
+            parts.append(part)
+        return [*_joined(parts, self._call), self._end]
+
+    def _encode(self, pieces: Sequence[str | int]) -> list[int]:
+        """Texts and special tokens as tokens. All texts are encoded in one call, which uses several cores."""
+        encoded = iter(self._tokenizer.encode_many([piece for piece in pieces if isinstance(piece, str)]))
+        tokens: list[int] = []
+        for piece in pieces:
+            tokens += next(encoded) if isinstance(piece, str) else (piece,)
         return tokens
 
     def _parse_call(self, tokens: list[int], schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
@@ -152,8 +163,8 @@ def _split(tokens: Sequence[int], mark: int) -> list[list[int]]:
     return [*parts, whole[begin:]]
 
 
-def _joined(parts: Sequence[list[int]], mark: int) -> list[int]:
-    tokens = list(parts[0])
+def _joined(parts: Sequence[list[str | int]], mark: int) -> list[str | int]:
+    pieces = list(parts[0])
     for part in parts[1:]:
-        tokens += [mark, *part]
-    return tokens
+        pieces += [mark, *part]
+    return pieces
