@@ -51,6 +51,7 @@ from rollmill.gateway.sessions.forgetting import AdminRoutes
 from rollmill.gateway.sessions.identity import add_session_paths, path_without_session
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session, SessionFacts, check_id, parse_facts
+from rollmill.gateway.watching.account import current_account
 from rollmill.gateway.watching.metrics import Metrics, added
 from rollmill.gateway.watching.observer import Observer
 from rollmill.gateway.watching.tracing import Tracer
@@ -363,6 +364,7 @@ class Gateway:
             await request.read()
             return
         try:
+            current_account().key = None  # it may be revoked meanwhile: the handler looks again
             async with asyncio.timeout(self._config.body_wait_s):
                 await request.read()
         except TimeoutError:

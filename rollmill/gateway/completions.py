@@ -42,7 +42,7 @@ from rollmill.gateway.workers import Workers, is_from_worker
 from rollmill.inference.engine import GenerateRequest
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ask:
     """A request to the model, the HTTP request it came in, and the dialect of both."""
 

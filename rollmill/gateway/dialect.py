@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +30,7 @@ class Limits:
     max_messages: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelRequest:
     """What a client asks the model, in no wire format."""
 
@@ -59,7 +59,7 @@ class TokenLogprob(NamedTuple):
     best: Sequence[tuple[str, float]] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Delta:
     """A piece of a streamed answer. `tokens` are new since the last piece; their text may come later."""
 
@@ -72,7 +72,7 @@ class Delta:
         return bool(self.text or self.reasoning or self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reply:
     """The answers to one ModelRequest."""
 
@@ -92,11 +92,11 @@ class Reply:
         return min((answer.cached_tokens for answer in self.answers), default=0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Identity:
     """The id and the time of an answer, and its trajectory. Each dialect has its own prefix for the id."""
 
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: os.urandom(16).hex())
     created: int = field(default_factory=lambda: int(time.time()))
     session: str = ""
 

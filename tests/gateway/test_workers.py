@@ -471,7 +471,7 @@ def test_texts_of_metrics_add_up() -> None:
         metrics = Metrics()
         metrics.count("requests_total", number, traffic="production")
         metrics.count("errors_total", status=400 + number)
-        metrics.observe("queue_seconds", 0.01 * number, {"traffic": "rollout", "model": "m", "dialect": "d"})
+        metrics.observe("queue_seconds", 0.01 * number, (("traffic", "rollout"), ("model", "m"), ("dialect", "d")))
         texts.append(metrics.render({"sessions": number, 'engine_alive{url="u"}': 1}))
     families = {family.name: family for family in text_string_to_metric_families(added(texts))}
     samples = {

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from rollmill.gateway.access.keys import Key, KeyRing
+from rollmill.gateway.access.keys import Key, KeyRing, check_scopes
 from rollmill.gateway.access.limits import KeyLimits
 from rollmill.gateway.watching.account import current_account
 
@@ -20,18 +20,24 @@ class Access:
 
     async def check(self, request: web.Request, *scopes: str) -> Key:
         """The key of the request. Raises 401 without a valid one, 403 if it has none of the scopes."""
-        return await self._keys.check(given_key(request), *scopes)
+        return check_scopes(await self._find(request), *scopes)
 
     async def is_known(self, request: web.Request) -> bool:
         """Whether the request has a valid key, of any scope."""
-        return await self._keys.find(given_key(request)) is not None
+        return await self._find(request) is not None
+
+    async def _find(self, request: web.Request) -> Key | None:
+        """The valid key of the request. It is asked for before and behind the body, and looked up once."""
+        account = current_account()
+        if account.key is None:
+            account.key = await self._keys.find(given_key(request))
+        return account.key
 
     async def admit(self, request: web.Request, scope: str, *, samples: bool = True) -> Key:
         """As `check`, and counts the request and its tokens. Raises 429 or 402 over a limit of the key."""
         key = await self.check(request, scope)
         self._limits.admit(key, samples=samples)
         account = current_account()
-        account.key = key
         account.on_end.append(lambda: self._limits.used(key, account.tokens))
         return key
 

@@ -168,24 +168,22 @@ class KeyRing:
         self._unknown: dict[str, float] = {}  # ids that the database did not have, and when
         self._asking: dict[str, tuple[float, asyncio.Task[Key | None]]] = {}  # since when
         self._thread = ThreadPoolExecutor(1, "keys")
-        self._bootstrap: list[Key] = []
-        if admin_token:
-            self._bootstrap.append(Key("admin", frozenset({"admin"}), hash=hash_of(admin_token)))
-        if production_key:
-            scopes = frozenset({"production", "feedback"})
-            self._bootstrap.append(Key("production", scopes, hash=hash_of(production_key)))
-        if rollout_key:
-            self._bootstrap.append(Key("rollout", frozenset({"rollout"}), hash=hash_of(rollout_key)))
-        if engine_token:
-            self._bootstrap.append(Key("engine", frozenset({"engine"}), hash=hash_of(engine_token)))
+        bootstrap = {
+            "admin": (admin_token, {"admin"}),
+            "production": (production_key, {"production", "feedback"}),
+            "rollout": (rollout_key, {"rollout"}),
+            "engine": (engine_token, {"engine"}),
+        }
+        self._bootstrap = {
+            hash_of(secret): Key(id, frozenset(scopes), hash=hash_of(secret))
+            for id, (secret, scopes) in bootstrap.items()
+            if secret
+        }
 
     async def find(self, secret: str) -> Key | None:
         """The valid key with this secret, or None."""
         given = hash_of(secret)
-        found: Key | None = None
-        for key in self._bootstrap:  # all of them are compared, in constant time
-            if hmac.compare_digest(given, key.hash):
-                found = key
+        found = self._bootstrap.get(given)  # by hash: how long it takes says nothing about the secret
         id = secret.removeprefix(_PREFIX).partition("-")[0]
         if found is None and secret.startswith(_PREFIX) and _ID.fullmatch(id) and self._store is not None:
             found = await self._lookup(id)
@@ -195,17 +193,7 @@ class KeyRing:
 
     async def check(self, secret: str, *scopes: str) -> Key:
         """The key with this secret. Raises 401 if there is none, 403 if it has none of the scopes."""
-        key = await self.find(secret)
-        if key is None:
-            raise unknown_key()
-        if not any(key.allows(scope) for scope in scopes):
-            has, wanted = ", ".join(sorted(key.scopes)), scopes[0]
-            raise GatewayError(
-                f"this key does not have the scope {wanted}",
-                status=403,
-                hint=f"it has {has}; `rollmill keys create --scope {wanted}` makes another",
-            )
-        return key
+        return check_scopes(await self.find(secret), *scopes)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -245,6 +233,20 @@ class KeyRing:
             self._unknown.clear()
         self._unknown[id] = time.monotonic()
         return None
+
+
+def check_scopes(key: Key | None, *scopes: str) -> Key:
+    """The key. Raises 401 if there is none, 403 if it has none of the scopes."""
+    if key is None:
+        raise unknown_key()
+    if not any(key.allows(scope) for scope in scopes):
+        has, wanted = ", ".join(sorted(key.scopes)), scopes[0]
+        raise GatewayError(
+            f"this key does not have the scope {wanted}",
+            status=403,
+            hint=f"it has {has}; `rollmill keys create --scope {wanted}` makes another",
+        )
+    return key
 
 
 def unknown_key() -> GatewayError:

@@ -39,6 +39,7 @@ _KNOWN = (
     )
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_PLAIN = ("user", "assistant", "system", "tool")  # a role may be any JSON, so no set
 
 
 class OpenAIChat:
@@ -153,7 +154,16 @@ def parse_messages(tree: dict[str, Any], max_messages: int) -> list[Message]:
     messages = fields.field(tree, "messages", list)
     if not messages or len(messages) > max_messages:
         raise GatewayError(f"messages must hold 1 to {max_messages} messages, got {len(messages or ())}")
-    return [_message(message, index) for index, message in enumerate(messages)]
+    return [
+        # nearly all messages are these two fields: there is nothing to drop
+        message
+        if type(message) is dict
+        and len(message) == 2
+        and message.get("role") in _PLAIN
+        and type(message.get("content")) is str
+        else _message(message, index)
+        for index, message in enumerate(messages)
+    ]
 
 
 def parse_tools(tree: dict[str, Any]) -> list[Tool]:

@@ -14,8 +14,8 @@ import json
 import os
 import struct
 import zlib
+from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +24,14 @@ from pydantic_core import to_json
 from rollmill.gateway.sessions.segments import Answer, Turn
 from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.sessions.stored import Stored
-from rollmill.trajectories.facts import DTYPES, POLICIES, SPANS, to_arrays
+from rollmill.trajectories.facts import POLICIES, SPANS
 from rollmill.trajectories.kept import join_kept, split_kept
 from rollmill.trajectories.packing import StoredArray
 
 _MAGIC = b"RMG1"
 _FRAME = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
+_DTYPES = {code: np.dtype(code).str for code in "hif"}  # of Python's arrays: numpy's take longer to make
 
 
 class LogEntry(NamedTuple):
@@ -40,10 +41,15 @@ class LogEntry(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-def encode_entry(op: str, session: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> bytes:
-    listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
+def encode_entry(
+    op: str, session: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray | array[Any]] = {}
+) -> bytes:
+    listed = [
+        [name, _DTYPES[each.typecode], [len(each)]] if isinstance(each, array) else [name, each.dtype.str, each.shape]
+        for name, each in arrays.items()
+    ]
     text = _to_json({"op": op, "session": session, **header, "arrays": listed})
-    body = b"".join([_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays.values())])
+    body = b"".join([_LENGTH.pack(len(text)), text, *(each.tobytes() for each in arrays.values())])
     return _FRAME.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
@@ -127,7 +133,7 @@ def _decode(body: bytes) -> LogEntry:
 
 
 def encode_open(facts: SessionFacts) -> bytes:
-    return encode_entry("open", facts.trajectory, {"facts": asdict(facts)})
+    return encode_entry("open", facts.trajectory, {"facts": vars(facts)})
 
 
 def encode_waited(session: str, seconds: float) -> bytes:
@@ -136,7 +142,7 @@ def encode_waited(session: str, seconds: float) -> bytes:
 
 def encode_incomplete(facts: SessionFacts, reason: str) -> bytes:
     """Repeats the facts, because the entry that opened the session may be the missing one."""
-    return encode_entry("incomplete", facts.trajectory, {"facts": asdict(facts), "reason": reason})
+    return encode_entry("incomplete", facts.trajectory, {"facts": vars(facts), "reason": reason})
 
 
 def encode_response(stored: Stored, segment: str, number: int) -> bytes:
@@ -163,11 +169,14 @@ def encode_turn(session: str, turn: Turn) -> bytes:
         "cached_tokens": answer.cached_tokens,
         "stop": answer.stop,
     }
-    arrays: dict[str, np.ndarray] = {
-        "prompt": np.array(turn.prompt, DTYPES["tokens"][0]),
-        **to_arrays(tokens=answer.tokens, logprobs=answer.logprobs, policy=answer.policy),
-        **{f"routes{index}": rows for index, (_, rows) in enumerate(answer.routes)},
+    arrays: dict[str, np.ndarray | array[Any]] = {
+        "prompt": array("i", turn.prompt),
+        "tokens": array("i", answer.tokens),
+        "logprobs": array("f", answer.logprobs),
+        "policy": array("h", answer.policy),
     }
+    for index, (_, rows) in enumerate(answer.routes):
+        arrays[f"routes{index}"] = rows
     if answer.kept:
         arrays |= join_kept(answer.kept)
     return encode_entry("turn", session, header, arrays)

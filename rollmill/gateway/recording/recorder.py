@@ -218,9 +218,8 @@ class Recorder:
         """All queued writes whose callers still wait, none when a rewriting is ready; None at the end."""
         while True:
             taken = [self._queue.get()]
-            with contextlib.suppress(queue.Empty):
-                while taken[-1] is not None:
-                    taken.append(self._queue.get_nowait())
+            while taken[-1] is not None and not self._queue.empty():  # nobody else takes from it
+                taken.append(self._queue.get())
             batch = [write for writes in taken if writes is not None for write in writes if not write.done.cancelled()]
             if taken[-1] is None:
                 self._queue.put(None)  # for the next call

@@ -24,9 +24,8 @@ class EngineState:
     failures: int = 0
     problem: str = field(default="no health check yet")
 
-    @property
-    def url(self) -> str:
-        return self.endpoint.url.rstrip("/")
+    def __post_init__(self) -> None:
+        self.url = self.endpoint.url.rstrip("/")
 
     @property
     def region(self) -> str:

@@ -180,8 +180,7 @@ class Router:
             account.queue_s += time.perf_counter() - queued
             try:
                 line = target.line or (engine.policy.line if engine.policy else "")
-                rest = _rest(request, sampled)
-                rest = rest if rest.line == line else replace(rest, line=line)
+                rest = GenerateRequest(**{**vars(_rest(request, sampled)), "line": line})
                 encoded = None if sampled else encoded
                 async with contextlib.aclosing(self._ask(engine, rest, stream, encoded)) as arriving:
                     async for arrived in arriving:
@@ -190,7 +189,7 @@ class Router:
                         if tokens:
                             sampled += tokens
                             account.hear(len(tokens))
-                            target = target if target.line == line else replace(target, line=line)
+                            target = Target(line, target.number, target.channel)
                         yield engine, chunks
                         if chunks[-1].finish not in (None, "abort"):
                             return

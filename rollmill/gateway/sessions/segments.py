@@ -177,7 +177,7 @@ class OpenSegment:
         """The number of leading messages that are equal in both."""
         count = 0
         for mine, theirs in zip(self.messages, messages, strict=False):
-            if not same_message(mine, theirs):
+            if mine != theirs and not same_message(mine, theirs):
                 break
             count += 1
         return count

@@ -82,7 +82,7 @@ def check_id(text: object) -> str:
     return text
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """How a request continues the session: `tokens` go to the engine, `prompt` is the new part of them."""
 

@@ -33,24 +33,24 @@ METRICS = {
     "engine_lent": "1 while production lends the engine to training, else 0 {url}",
     "engine_failures_total": "requests that failed on the engine {url}",
 }
-_Labels = tuple[tuple[str, str | int], ...]
+Labels = tuple[tuple[str, str | int], ...]
 
 
 class Metrics:
     def __init__(self) -> None:
         # by name and labels; the text of labels is made when somebody reads it, not with every request
-        self._counts: defaultdict[tuple[str, _Labels], float] = defaultdict(int)
-        self._histograms: defaultdict[tuple[str, _Labels], Histogram] = defaultdict(Histogram)
+        self._counts: defaultdict[tuple[str, Labels], float] = defaultdict(int)
+        self._histograms: defaultdict[tuple[str, Labels], Histogram] = defaultdict(Histogram)
 
     def count(self, name: str, amount: float = 1, **labels: str | int) -> None:
         self._counts[name, tuple(labels.items())] += amount
 
-    def observe(self, name: str, seconds: float, labels: Mapping[str, str]) -> None:
-        self._histograms[name, tuple(labels.items())].add(seconds)
+    def observe(self, name: str, seconds: float, labels: Labels) -> None:
+        self._histograms[name, labels].add(seconds)
 
-    def merge(self, name: str, histogram: Histogram, labels: Mapping[str, str]) -> None:
+    def merge(self, name: str, histogram: Histogram, labels: Labels) -> None:
         """Adds all that `histogram` has counted."""
-        self._histograms[name, tuple(labels.items())].merge(histogram)
+        self._histograms[name, labels].merge(histogram)
 
     def render(self, gauges: Mapping[str, float]) -> str:
         lines: list[str] = []
@@ -99,6 +99,6 @@ def kind_of(name: str) -> str:
     return "counter" if name.endswith("_total") else "histogram" if name.endswith("_seconds") else "gauge"
 
 
-def _listed(labels: _Labels) -> str:
+def _listed(labels: Labels) -> str:
     escaped = {key: str(value).replace("\\", r"\\").replace('"', r"\"") for key, value in labels}
     return ",".join(f'{key}="{value}"' for key, value in escaped.items())

@@ -8,7 +8,6 @@ a line. At 64 MiB the file is renamed; three old files are kept.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import logging.handlers
 import queue
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from rollmill.gateway.body import to_bytes
 from rollmill.gateway.watching.account import Account, open_account
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.watching.tracing import Tracer
@@ -38,7 +38,7 @@ class Observer:
         self._metrics = metrics
         self._dialect_of = dialect_of
         self._tracer = tracer
-        self._lines: list[str] = []  # not yet given to the writer
+        self._lines: list[bytes] = []  # not yet given to the writer
         self._batches: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         self._writer: logging.handlers.QueueListener | None = None
         if directory is not None:
@@ -100,17 +100,17 @@ class Observer:
         if self._writer is not None and route not in _POLLED:
             if not self._lines:
                 asyncio.get_running_loop().call_later(_FLUSH_S, self._flush)
-            self._lines.append(json.dumps(facts))
+            self._lines.append(to_bytes(facts))
         if self._tracer is not None:
             self._tracer.record(facts, started, started + seconds, request.headers)
 
     def _flush(self) -> None:
         lines, self._lines = self._lines, []
         if lines:
-            self._batches.put(logging.makeLogRecord({"msg": "\n".join(lines)}))
+            self._batches.put(logging.makeLogRecord({"msg": b"\n".join(lines).decode()}))
 
     def _measure(self, account: Account, seconds: float, dialect: str) -> None:
-        labels = {"traffic": account.traffic, "model": account.model, "dialect": dialect}
+        labels = (("traffic", account.traffic), ("model", account.model), ("dialect", dialect))
         self._metrics.observe("request_seconds", seconds, labels)
         self._metrics.observe("queue_seconds", account.queue_s, labels)
         if account.first_token_s is not None:
