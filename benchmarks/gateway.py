@@ -1,7 +1,7 @@
 """The gateway's speed: requests per second, added latency, many streams; beside LiteLLM's proxy.
 
-    python -m benchmarks.gateway [--quick] [--workers N]     everything, in less than eight minutes
-    python -m benchmarks.gateway --streams                   2,000 streams, held for ten minutes
+    python -m benchmarks.gateway [--quick] [--workers N] [--awake]     everything, in less than eight minutes
+    python -m benchmarks.gateway --streams                             2,000 streams, held for ten minutes
 
 A stub engine answers at once with 64 tokens. Requests continue conversations of 2,000 tokens; every sixth one starts a
 new conversation. Everything is recorded, with fsync. Load generator, stub and gateway are processes of their own and
@@ -13,6 +13,10 @@ Added latency is the difference of two percentiles: through the gateway, and at 
 gateway's highest rate, in short turns one after the other. It is the time from the request to the last byte of the
 answer, so it holds the wait for the disk. The disk's fsync time is measured before, and beside the latencies: other
 processes that write to the same disk delay it.
+
+`--awake` keeps all cores busy with programs of idle priority, which give way at once. A virtual machine halts an idle
+core, and the host gives it to others meanwhile: the next request finds it slow. On a host with cores of its own, or
+with other work beside the gateway, that does not happen.
 """
 
 from __future__ import annotations
@@ -258,14 +262,29 @@ async def compare(
         bars[f"added_{name}_{label}_ms"] = at_most(added, bar)
 
 
+@contextlib.contextmanager
+def awake() -> Iterator[None]:
+    """No core is idle meanwhile."""
+    spin = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    running = [subprocess.Popen([sys.executable, "-c", spin]) for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shorter runs, 200 streams once")
     parser.add_argument("--streams", action="store_true", help="only 2,000 streams, held for ten minutes")
     parser.add_argument("--litellm", help="program of LiteLLM with its proxy; else it is installed into build/")
     parser.add_argument("--workers", type=int, default=1, help="worker processes of our gateway")
+    parser.add_argument("--awake", action="store_true", help="no core halts: for virtual machines")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="gateway-") as directory:
+    kept = awake() if arguments.awake else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory(prefix="gateway-") as directory, kept:
         figures, bars = asyncio.run(measure(arguments, Path(directory)))
     table = Table(title="gateway")
     table.add_column("figure")
