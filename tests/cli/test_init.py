@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,17 @@ def shell(script: str, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def own_modules() -> Iterator[None]:
+    """Modules that a command of the test loads are gone afterwards: an example has one of the same name."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in ("my_reward", "my_tasks"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("own_modules")
 def test_the_directory_of_init_is_no_run_and_its_file_is_named(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert rollmill("init", tmp_path / "own").code == 0
     told = rollmill("tasks", "list", tmp_path / "own")
