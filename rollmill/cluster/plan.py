@@ -140,7 +140,14 @@ def _layout(
     trainer = plan_trainer(model, stage.training, gpu, ranks, tokens)
     shared = gpus == 1
     engine = plan_engine(
-        model, config.form, gpu, gpus if shared else gpus - ranks, config.engine.max_batch, tokens, shared
+        model,
+        config.form,
+        gpu,
+        gpus if shared else gpus - ranks,
+        config.engine.max_batch,
+        tokens,
+        shared,
+        config.engine.fp8_kv,
     )
     return Plan(
         gpu=gpu,
@@ -205,21 +212,22 @@ def engine_gpus(model: ModelConfig, form: str, gpu: Gpu) -> int:
 
 
 def plan_engine(
-    model: ModelConfig, form: str, gpu: Gpu, gpus: int, max_batch: int, context: int, shared: bool = False
-) -> EnginePlan:
+    model: ModelConfig, form: str, gpu: Gpu, gpus: int, max_batch: int, context: int, shared: bool = False,
+    fp8_kv: bool = False,
+) -> EnginePlan:  # fmt: skip
     """`context`: mean tokens of a request while it is decoded, at its end."""
     each = engine_gpus(model, form, gpu)
     weights = all_parameters(model) * BYTES_PER_WEIGHT[form]
     memory = gpu.memory * each / (2 if shared else 1)
-    cache = max(0, int((0.9 * memory - weights) // cache_bytes(model)))
+    cache = max(0, int((0.9 * memory - weights) // cache_bytes(model, fp8_kv)))
     batch = max(1, min(max_batch, cache // max(1, context)))
     seconds = decode_seconds(model, form, gpu, batch, context / 2, each)
     return EnginePlan(gpus // each, each, weights, cache, batch, batch / seconds)
 
 
-def cache_bytes(model: ModelConfig) -> int:
-    """Of the KV cache, per token, in bf16."""
-    return 2 * model.layers * model.kv_heads * (model.head_dim + model.value_dim)
+def cache_bytes(model: ModelConfig, fp8: bool = False) -> int:
+    """Of the KV cache, per token, in bf16 or FP8."""
+    return (1 if fp8 else 2) * model.layers * model.kv_heads * (model.head_dim + model.value_dim)
 
 
 def decode_seconds(model: ModelConfig, form: str, gpu: Gpu, batch: int, context: float, gpus: int = 1) -> float:

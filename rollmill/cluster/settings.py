@@ -24,7 +24,7 @@ from rollmill.errors import ConfigError
 from rollmill.evals.gate import GateConfig
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig, LendingConfig
-from rollmill.inference.config import EngineConfig
+from rollmill.inference.config import EXACT_KV, EngineConfig
 from rollmill.inference.sections import EngineSpec, EnginesSection, engine_specs
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.realtime.config import CycleConfig
@@ -287,6 +287,12 @@ class RunConfig(Config):
             stage.training.check_model(self.model.experts)
             if self.numerics == "exact" and stage.training.context_parallel > 1:
                 raise ValueError("numerics = 'exact' needs whole sequences: set context_parallel to 1, or use 'fast'")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_and_values_are_exact(self) -> RunConfig:
+        if self.numerics == "exact" and self.engine.fp8_kv:
+            raise ValueError(f"{EXACT_KV}: turn one of them off")
         return self
 
     @property

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from rollmill.config import Config
 
+EXACT_KV = "numerics = 'exact' computes with keys and values as the trainer does, and engine.fp8_kv rounds them"
+
 
 class EngineConfig(Config):
     max_batch: int = Field(
@@ -47,6 +49,11 @@ class EngineConfig(Config):
         False,
         description="When weights change, running requests compute their context again, and every token follows from "
         "one version alone. Off: they go on with keys and values of older weights, which takes no time.",
+    )
+    fp8_kv: bool = Field(
+        False,
+        description="Keep keys and values in FP8: half the memory of bf16, so a GPU holds twice the context, and less "
+        "to read per token. Sampled tokens are a little off what the trainer computes, which the mismatch shows.",
     )
     threads: int = Field(1, gt=0, description="CPU threads of one engine. Raise it where cores are idle.")
     poll_seconds: float = Field(

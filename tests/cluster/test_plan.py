@@ -128,7 +128,7 @@ def test_deltas_follow_the_learning_rate() -> None:
     assert whole / 111 < delta_bytes(SMOLLM2, "bf16", 3e-6) < whole / 24
     assert delta_bytes(SMOLLM2, "fp8", 1e-6) == pytest.approx(whole / 222, rel=1e-3)
     assert delta_bytes(SMOLLM2, "bf16", 1.0) == delta_bytes(SMOLLM2, "bf16", 1e-4)
-    assert cache_bytes(SMOLLM2) == 2 * 2 * 30 * 3 * 64
+    assert cache_bytes(SMOLLM2) == 2 * cache_bytes(SMOLLM2, fp8=True) == 2 * 2 * 30 * 3 * 64
 
 
 def config(*overrides: str) -> RunConfig:

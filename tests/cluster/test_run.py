@@ -73,6 +73,12 @@ def test_exact_numerics_need_an_engine_of_the_form_of_the_run() -> None:
     make_config("numerics=exact", "engines=[{form='fp8'},{region='away'}]")
 
 
+def test_exact_numerics_need_keys_and_values_as_they_are() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.fp8_kv"):
+        make_config("numerics=exact", "engine.fp8_kv=true")
+    assert make_config("engine.fp8_kv=true").engine.fp8_kv
+
+
 def test_every_mistake_is_listed_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         make_config("stages.rl.steps=many", "stages.rl.group_size=0", "colour=red")

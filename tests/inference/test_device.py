@@ -85,18 +85,18 @@ class Steps:
             self.run([Work(one, len(one.tokens) - 1, 1) for one in generations])
 
 
-def cache_of(model: Decoder) -> KVCache:
-    return KVCache(model.config, BLOCKS, BLOCK_SIZE, model.embedding.dtype, model.embedding.device)
+def cache_of(model: Decoder, *, fp8: bool = False) -> KVCache:
+    return KVCache(model.config, BLOCKS, BLOCK_SIZE, model.embedding.dtype, model.embedding.device, fp8=fp8)
 
 
-def runner_of(model: Decoder) -> Any:
+def runner_of(model: Decoder, *, fp8: bool = False) -> Any:
     from rollmill.inference.embedded.device_runner import DeviceRunner  # needs triton
 
-    return DeviceRunner(model, cache_of(model), 256)
+    return DeviceRunner(model, cache_of(model, fp8=fp8), 256)
 
 
-def device_steps(model: Decoder, *, graphs: bool = True, joined: bool = True) -> Steps:
-    runner = runner_of(model)
+def device_steps(model: Decoder, *, graphs: bool = True, joined: bool = True, fp8: bool = False) -> Steps:
+    runner = runner_of(model, fp8=fp8)
     assert runner.graphs == model.embedding.is_cuda
     runner.graphs &= graphs
     runner.joined = joined
@@ -113,23 +113,45 @@ def in_chunks(steps: Steps) -> Steps:
     return steps
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_the_kernels_agree_with_torch(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from rollmill.inference.embedded import paged_triton
         from rollmill.models.kernels import ordered_attention_triton
 
         monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
         monkeypatch.setattr(paged_triton, "ROWS", 16)
+
+
+def largest_difference(steps: Steps, reference: Steps) -> float:
+    assert steps.logits.keys() == reference.logits.keys() and len(steps.logits) > (10 if INTERPRETED else 40)
+    return max(float((steps.logits[key] - reference.logits[key]).abs().max()) for key in steps.logits)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_the_kernels_agree_with_torch(shape: str, dtype: torch.dtype) -> None:
     model = model_of(SHAPES[shape], dtype)
     with without_kernels():
         reference = in_chunks(Steps(Runner(model, cache_of(model))))
-    steps = in_chunks(device_steps(model))
-    assert steps.logits.keys() == reference.logits.keys() and len(steps.logits) > (10 if INTERPRETED else 40)
-    worst = max(float((steps.logits[key] - reference.logits[key]).abs().max()) for key in steps.logits)
+    worst = largest_difference(in_chunks(device_steps(model)), reference)
     print(f"{shape}: largest difference of logits {worst:.1e}")
     assert worst < (0.15 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_the_kernels_keep_keys_and_values_in_fp8_as_torch_does(shape: str, dtype: torch.dtype) -> None:
+    model = model_of(SHAPES[shape], dtype)
+    with without_kernels():
+        plain = in_chunks(Steps(Runner(model, cache_of(model))))
+        reference = in_chunks(Steps(Runner(model, cache_of(model, fp8=True))))
+    steps = in_chunks(device_steps(model, fp8=True))
+    rounding, worst = largest_difference(reference, plain), largest_difference(steps, reference)
+    print(f"{shape}: FP8 changes logits by {rounding:.1e}; kernels differ by {worst:.1e}")
+    assert rounding > 1e-2 and worst < (0.15 if dtype == torch.bfloat16 else 1e-3)
 
 
 @pytest.mark.kernels

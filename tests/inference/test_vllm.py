@@ -86,6 +86,14 @@ def test_the_cache_has_room_for_the_tokens_that_were_asked_for(tmp_path: Path) -
     given = arguments(tmp_path, TINY, EngineConfig(cache_tokens=1024, max_batch=2), "cuda")
     size = int(given[given.index("--kv-cache-memory-bytes") + 1])
     assert size == (1024 + 2 * 128) * TINY.layers * 2 * TINY.kv_heads * TINY.head_dim * 2
+    assert "--kv-cache-dtype" not in given
+    sizes = EngineConfig(cache_tokens=1024, max_batch=2, fp8_kv=True)
+    rounded = arguments(tmp_path, TINY, sizes, "cuda")
+    assert rounded[rounded.index("--kv-cache-dtype") + 1] == "fp8"
+    memory = [int(each[each.index("--kv-cache-memory-bytes") + 1]) for each in (given, rounded)]
+    assert memory[0] == 2 * memory[1]
+    with pytest.raises(ConfigError, match="fp8_kv"):
+        arguments(tmp_path, TINY, sizes, "cpu")
     assert "--enforce-eager" not in given and "--enforce-eager" in arguments(tmp_path, TINY, EngineConfig(), "cpu")
 
 

@@ -220,8 +220,9 @@ def engines() -> None:
         for dtype in (torch.bfloat16, torch.float32) if name in ("odd", "smollm2") else (torch.bfloat16,):
             model = Decoder(shape.model_copy(update=mixture if shape.experts else sizes), dtype)
             model.initialise(0)
-            runner = DeviceRunner(model, test_device.cache_of(model), 256)
-            test_device.in_chunks(test_device.Steps(runner))
+            for fp8 in (False, True) if name in ("smollm2", "latent") else (False,):
+                runner = DeviceRunner(model, test_device.cache_of(model, fp8=fp8), 256)
+                test_device.in_chunks(test_device.Steps(runner))
 
 
 def launched(module: Any) -> set[Any]:

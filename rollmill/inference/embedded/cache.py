@@ -1,4 +1,8 @@
-"""The tensors of the paged KV cache: keys and values in pages of `block_size` positions. `pages` says who uses them."""
+"""The tensors of the paged KV cache: keys and values in pages of `block_size` positions. `pages` says who uses them.
+
+They can be kept in FP8 (e4m3, without a scale): half of the memory of bf16. They are then computed with in the model's
+type, and a value beyond 448 is kept as 448.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ import torch
 from torch import Tensor
 
 from rollmill.models.config import ModelConfig
+from rollmill.models.kernels.fp8 import CODES
+
+LARGEST = 448.0  # of e4m3
 
 
 class KVCache:
@@ -21,27 +28,34 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        fp8: bool = False,
     ) -> None:
+        """`dtype` is that of the model."""
         self.block_size, self.kv_heads = block_size, model.kv_heads
         self.head_dim, self.value_dim = model.head_dim, model.value_dim
         self.group = model.heads // model.kv_heads  # query heads that share a KV head
-        self.device = torch.device(device)
+        self.device, self.dtype = torch.device(device), dtype
+        kept = CODES if fp8 else dtype
         self.spare = blocks  # one extra page that is never given out, for padding rows of a batch
         self._heads = torch.arange(model.kv_heads)
         rows = (model.layers, (blocks + 1) * model.kv_heads * block_size)
-        self.keys = torch.zeros((*rows, model.head_dim), dtype=dtype, device=device)
-        self.values = torch.zeros((*rows, model.value_dim), dtype=dtype, device=device)
+        self.keys = torch.zeros((*rows, model.head_dim), dtype=kept, device=device)
+        self.values = torch.zeros((*rows, model.value_dim), dtype=kept, device=device)
 
     def write(self, layer: int, rows_M: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
         """`rows` says where each (token, head) is written; see `rows_of`."""
-        self.keys[layer].index_copy_(0, rows_M, k_NKD.reshape(-1, k_NKD.shape[-1]))
-        self.values[layer].index_copy_(0, rows_M, v_NKD.reshape(-1, v_NKD.shape[-1]))
+        for rows, new in ((self.keys, k_NKD), (self.values, v_NKD)):
+            new = new.reshape(-1, new.shape[-1])
+            if rows.dtype == CODES:
+                new = new.clamp(-LARGEST, LARGEST).to(CODES)
+            _moved(rows[layer]).index_copy_(0, rows_M, _moved(new))
 
     def read(self, layer: int, pages_P: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of pages, [pages, block_size · D] each. Here a page is that of one head; see
         `pages_of`."""
         keys, values = (
-            rows[layer].view(-1, self.block_size * rows.shape[-1]).index_select(0, pages_P)
+            rows[layer].view(-1, self.block_size * rows.shape[-1]).index_select(0, pages_P).to(self.dtype)
             for rows in (self.keys, self.values)
         )
         return keys, values
@@ -68,7 +82,7 @@ class KVCache:
             pairs = pairs[count:]
 
     def _by_page(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(1, (-1, self.kv_heads * self.block_size))
+        return _moved(rows).unflatten(1, (-1, self.kv_heads * self.block_size))
 
     def rows_of(self, blocks_N: Tensor, offsets_N: Tensor) -> Tensor:
         pages_NK = blocks_N.unsqueeze(1) * self.kv_heads + self._heads
@@ -77,3 +91,8 @@ class KVCache:
     def pages_of(self, tables_BP: Tensor) -> Tensor:
         """The pages of block tables, ordered (sequence, head, page). Gathered, they are [B · heads, positions, D]."""
         return (tables_BP.unsqueeze(1) * self.kv_heads + self._heads.unsqueeze(1)).flatten()
+
+
+def _moved(rows: Tensor) -> Tensor:
+    """As bytes if they are FP8, which torch cannot move on every device."""
+    return rows.view(torch.uint8) if rows.dtype == CODES else rows

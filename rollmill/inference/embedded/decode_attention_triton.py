@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
-from rollmill.inference.embedded.paged_triton import Plan
+from rollmill.inference.embedded.paged_triton import Plan, kept
 from rollmill.models.kernels.narrow_triton import begin, starts_early
 
 FEW = {"KEYS": 128, "num_warps": 4, "num_stages": 2}
@@ -79,6 +79,7 @@ def _attend_one(
     sin = tl.where(d < D // 2, -sin, sin)
     q = _rotated(q, q_other, d, q_norm_ptr, cos, sin, eps, D, NORM)
     k = _rotated(k, k_other, d, k_norm_ptr, cos, sin, eps, D, NORM)
+    k, v = kept(k, keys_ptr), kept(v, values_ptr)
     tl.store(keys_ptr + slot * D + d, k)
     tl.store(values_ptr + slot * D + d, v)
     # the new key comes first: so no row is empty
@@ -90,8 +91,8 @@ def _attend_one(
         known = key < position
         block = tl.load(table_ptr + key // PAGE, known, 0, cache_modifier=PAST).to(tl.int64)
         at = ((block * HEADS + head) * PAGE + key % PAGE)[:, None] * D + d
-        old_k = tl.load(keys_ptr + at, known[:, None], 0.0, cache_modifier=PAST)
-        old_v = tl.load(values_ptr + at, known[:, None], 0.0, cache_modifier=PAST)
+        old_k = tl.load(keys_ptr + at, known[:, None], 0.0, cache_modifier=PAST).to(q.dtype)
+        old_v = tl.load(values_ptr + at, known[:, None], 0.0, cache_modifier=PAST).to(q.dtype)
         scores = tl.where(known[None, :], tl.dot(q, old_k.T) * scale, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         powers = tl.exp2(scores - larger[:, None])

@@ -91,7 +91,7 @@ class DecodeLoop:
             self._model.compute_exactly()
         self._loader = make_loader(self._model)
         dtype = self._model.embedding.dtype
-        self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device)
+        self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device, fp8=config.fp8_kv)
         self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
         self._bursts: Bursts | None = None
         if isinstance(self._runner, BurstRunner):

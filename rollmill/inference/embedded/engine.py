@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rollmill.errors import EngineError, WeightsError
 from rollmill.histogram import Histogram
-from rollmill.inference.config import EngineConfig
+from rollmill.inference.config import EXACT_KV, EngineConfig
 from rollmill.inference.embedded.activity import Activity
 from rollmill.inference.embedded.decode_loop import DecodeLoop, Outbox
 from rollmill.inference.embedded.generation import Generation
@@ -53,6 +53,8 @@ class EmbeddedEngine:
         """`exact`: tokens and log-probs have the same bits in every batch, those of a trainer that computes exactly
         (models.kernels.exact). `tokenizer`: the tokenizer.json of the model. Without it, requests with a grammar are
         refused."""
+        if exact and config.fp8_kv:
+            raise EngineError(EXACT_KV, hint="turn one of them off")
         self.name, self.region = name, region
         self.capabilities = Capabilities(
             "embedded",

@@ -35,6 +35,14 @@ def tile_positions(group: int) -> int:
     return max(1, ROWS // group)
 
 
+@triton.jit
+def kept(x, ptr):
+    """As it is kept at `ptr`. FP8 has no infinity: it ends at 448."""
+    if ptr.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
+    return x.to(ptr.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["pages"])
 def _store(
     k_ptr,
@@ -63,8 +71,8 @@ def _store(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k = tl.load(k_ptr + token * k_token + head * k_head + d, d < DIM, 0.0)
     v = tl.load(v_ptr + token * v_token + head * v_head + e, e < VALUE_DIM, 0.0)
-    tl.store(keys_ptr + slot * DIM + d, k, d < DIM)
-    tl.store(values_ptr + slot * VALUE_DIM + e, v, e < VALUE_DIM)
+    tl.store(keys_ptr + slot * DIM + d, kept(k, keys_ptr), d < DIM)
+    tl.store(values_ptr + slot * VALUE_DIM + e, kept(v, values_ptr), e < VALUE_DIM)
 
 
 class TritonAttention:

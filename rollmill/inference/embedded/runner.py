@@ -177,7 +177,7 @@ class _Group:
         self.rows = cache.rows_of(torch.from_numpy(blocks_BQ[real_BQ]), self.positions % size)
         self._pages = cache.pages_of(torch.from_numpy(tables_BP)).to(cache.device)
         hidden_BQT = torch.from_numpy(np.arange(pages * size) > positions_BQ[:, :, None])
-        mask_BQT = torch.zeros(hidden_BQT.shape, dtype=cache.keys.dtype).masked_fill_(hidden_BQT, -torch.inf)
+        mask_BQT = torch.zeros(hidden_BQT.shape, dtype=cache.dtype).masked_fill_(hidden_BQT, -torch.inf)
         mask_BQT = mask_BQT.to(cache.device)
         self._mask_B1QT = mask_BQT.repeat(1, cache.group, 1).unsqueeze(
             1

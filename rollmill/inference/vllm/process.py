@@ -105,7 +105,9 @@ def find_python(given: str | None) -> str:
 
 def arguments(directory: Path, model: ModelConfig, config: EngineConfig, device: str) -> list[str]:
     """`vllm serve`, for a model with random weights and the sizes of [engine]."""
-    width, context = 4 if device == "cpu" else 2, min(model.max_context, config.cache_tokens)
+    if config.fp8_kv and device == "cpu":
+        raise ConfigError("engine.fp8_kv: vLLM keeps no FP8 keys and values on a CPU", hint="turn it off")
+    width, context = 4 if device == "cpu" else 1 if config.fp8_kv else 2, min(model.max_context, config.cache_tokens)
     options = {
         "uds": str(directory / SOCKET),
         "load-format": "dummy",
@@ -120,6 +122,7 @@ def arguments(directory: Path, model: ModelConfig, config: EngineConfig, device:
         "generation-config": "vllm",
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
     }
+    options |= {"kv-cache-dtype": "fp8"} if config.fp8_kv else {}
     switches = ["--skip-tokenizer-init", "--disable-uvicorn-access-log", "--enable-scale-out"]  # tokens in and out
     if device == "cpu":
         switches.append("--enforce-eager")  # a compiled graph would keep the packed weights of its first version

@@ -97,15 +97,15 @@ def _attend(
         key = begin + tl.arange(0, KEYS)
         k_at, v_at = _places(table_ptr, base, key, None, kv_head, k_row, k_head, v_row, v_head, HEADS, PAGED, PAGE, DIM,
             VALUE_DIM)  # fmt: skip
-        k = _rows(keys_ptr, k_at, d, None, DIM, BLOCK_D)
-        v = _rows(values_ptr, v_at, e, None, VALUE_DIM, BLOCK_E)
+        k = _rows(keys_ptr, k_at, d, None, DIM, BLOCK_D).to(q.dtype)
+        v = _rows(values_ptr, v_at, e, None, VALUE_DIM, BLOCK_E).to(q.dtype)
         largest, total, out = _weigh(q, k, v, scale, largest, total, out, None)
     for begin in tl.range(whole, length, KEYS):
         key = begin + tl.arange(0, KEYS)
         k_at, v_at = _places(table_ptr, base, key, key < length, kv_head, k_row, k_head, v_row, v_head, HEADS, PAGED,
             PAGE, DIM, VALUE_DIM)  # fmt: skip
-        k = _rows(keys_ptr, k_at, d, key < length, DIM, BLOCK_D)
-        v = _rows(values_ptr, v_at, e, key < length, VALUE_DIM, BLOCK_E)
+        k = _rows(keys_ptr, k_at, d, key < length, DIM, BLOCK_D).to(q.dtype)
+        v = _rows(values_ptr, v_at, e, key < length, VALUE_DIM, BLOCK_E).to(q.dtype)
         # the first block has a key for every row, so no row is empty
         keep = key[None, :] <= position[:, None]
         largest, total, out = _weigh(q, k, v, scale, largest, total, out, keep)
