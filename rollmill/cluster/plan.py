@@ -212,9 +212,15 @@ def engine_gpus(model: ModelConfig, form: str, gpu: Gpu) -> int:
 
 
 def plan_engine(
-    model: ModelConfig, form: str, gpu: Gpu, gpus: int, max_batch: int, context: int, shared: bool = False,
+    model: ModelConfig,
+    form: str,
+    gpu: Gpu,
+    gpus: int,
+    max_batch: int,
+    context: int,
+    shared: bool = False,
     fp8_kv: bool = False,
-) -> EnginePlan:  # fmt: skip
+) -> EnginePlan:
     """`context`: mean tokens of a request while it is decoded, at its end."""
     each = engine_gpus(model, form, gpu)
     weights = all_parameters(model) * BYTES_PER_WEIGHT[form]

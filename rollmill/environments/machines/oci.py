@@ -74,7 +74,7 @@ def _open_archive(image: Path, target: Path) -> None:
                     layers.write(target, path, member, archive)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise TaskError(
-            f"{image} is not an archive of an OCI image: {str(error).splitlines()[0]}",
+            f"{image} is not an archive of an OCI image: {str(error).partition(chr(10))[0]}",
             hint="`podman save --format oci-archive` and `skopeo copy … oci-archive:FILE` write one",
         ) from None
 
