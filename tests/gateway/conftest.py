@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
+from sqlalchemy import Engine
 
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
@@ -140,7 +141,7 @@ class Mill:
     ) -> AsyncIterator[Door]:
         """`follows`: engines may register; servers of others then answer only who asks for them."""
         objects = Objects.open(self.directory / "store")
-        database = open_database(f"sqlite:///{self.directory}/mill.db")
+        database = self.database()
         trajectories = TrajectoryStore(database, objects)
         app = make_app(
             config,
@@ -162,18 +163,24 @@ class Mill:
                 await until(door.all_engines_up)
             yield door
 
+    def database(self) -> Engine:
+        """A connection of its own, until the test ends."""
+        database = open_database(f"sqlite:///{self.directory}/mill.db")
+        self.stack.callback(database.dispose)
+        return database
+
     @property
     def fleet(self) -> Fleet:
-        return Fleet(open_database(f"sqlite:///{self.directory}/mill.db"), "run", ENGINE)
+        return Fleet(self.database(), "run", ENGINE)
 
     @property
     def keys(self) -> KeyStore:
-        return KeyStore(open_database(f"sqlite:///{self.directory}/mill.db"), "run")
+        return KeyStore(self.database(), "run")
 
     def plan(self, *ids: str) -> None:
         """Creates the rows of trajectories, as the dispatcher does before it opens sessions."""
         objects = Objects.open(self.directory / "store")
-        TrajectoryStore(open_database(f"sqlite:///{self.directory}/mill.db"), objects).create("run", "g", "t", ids, {})
+        TrajectoryStore(self.database(), objects).create("run", "g", "t", ids, {})
 
 
 @pytest.fixture

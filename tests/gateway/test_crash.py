@@ -17,7 +17,6 @@ import pytest
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.recording.entries import read_entries
 from rollmill.gateway.recording.sealing import payload_key
-from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 from tests.chat.conftest import TOOLS
@@ -65,9 +64,7 @@ async def process(
     mill: Mill, tokenizer: Tokenizer, engine: StandIn, workers: int = 1
 ) -> AsyncIterator[tuple[Process, Door]]:
     tokenizer.save(mill.directory / "tokenizer.json")
-    trajectories = TrajectoryStore(
-        open_database(f"sqlite:///{mill.directory}/mill.db"), Objects.open(mill.directory / "store")
-    )
+    trajectories = TrajectoryStore(mill.database(), Objects.open(mill.directory / "store"))
     running = Process(mill, (await mill.engine(engine)).url, workers)
     running.start()
     try:

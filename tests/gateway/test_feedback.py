@@ -41,7 +41,7 @@ async def test_feedback_is_appended_before_and_after_the_seal_and_only_once(mill
 
 
 async def test_a_key_that_does_not_own_the_session_is_refused(mill: Mill, answers: Answers) -> None:
-    keys = KeyStore(open_database(f"sqlite:///{mill.directory}/mill.db"), "run")
+    keys = KeyStore(mill.database(), "run")
     _, other = keys.create(["production", "feedback"])
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
     mill.plan("a")

@@ -63,7 +63,7 @@ async def test_a_user_is_forgotten_everywhere(mill: Mill, answers: Answers) -> N
 
 def stores(mill: Mill) -> tuple[TrajectoryStore, Objects]:
     objects = Objects.open(mill.directory / "store")
-    return TrajectoryStore(open_database(f"sqlite:///{mill.directory}/mill.db"), objects), objects
+    return TrajectoryStore(mill.database(), objects), objects
 
 
 @pytest.mark.parametrize("forgets", [True, False])
@@ -95,7 +95,7 @@ async def _is_written(mill: Mill, text: bytes) -> bool:
 async def test_the_payload_of_a_seal_that_did_not_end_is_deleted(mill: Mill, answers: Answers, running: bool) -> None:
     endpoint = await mill.engine(StandIn([answers.text("one")]))
     payloads = mill.directory / "store" / "trajectories"
-    database = open_database(f"sqlite:///{mill.directory}/mill.db")
+    database = mill.database()
     async with mill.running(endpoint) as door:
         trajectory = (await door.say(LIVE, [PRIVATE], user="ann"))["rollmill"]["trajectory"]
         with database.begin() as connection:  # the index fails in the middle of the seal

@@ -15,7 +15,6 @@ from rollmill.gateway.gateways import HEADER, Gateways, gateway_of
 from rollmill.gateway.sessions.overview import read_sessions
 from rollmill.gateway.workers import Workers, _continues
 from rollmill.rollouts.client import GatewayClient
-from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 from tests.gateway.conftest import USER, Answers, Door, Mill
@@ -38,7 +37,7 @@ async def gateways(
 ) -> AsyncIterator[list[tuple[Process, Door]]]:
     tokenizer.save(mill.directory / "tokenizer.json")
     url, ports = (await mill.engine(engine)).url, [free_port() for _ in range(COUNT)]
-    database, objects = open_database(f"sqlite:///{mill.directory}/mill.db"), Objects.open(mill.directory / "store")
+    database, objects = mill.database(), Objects.open(mill.directory / "store")
     processes = [Process(mill, url, workers, port, ports) for port in ports]
     try:
         for process in processes:

@@ -12,7 +12,6 @@ from rollmill.errors import ConfigError
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.access.redaction import Patterns, PatternSettings
 from rollmill.gateway.config import GatewayConfig
-from rollmill.storage.database import open_database
 from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Mill, until
 from tests.gateway.stand_in import StandIn
 
@@ -50,7 +49,7 @@ async def _nothing_open(door: Any) -> bool:
 
 
 async def test_consent_is_that_of_the_request_or_its_key_or_the_settings(mill: Mill, answers: Answers) -> None:
-    keys = KeyStore(open_database(f"sqlite:///{mill.directory}/mill.db"), "run")
+    keys = KeyStore(mill.database(), "run")
     _, key = keys.create(["production"], consent="store")
     config = QUICK.model_copy(update={"consent": "none"})
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])), config=config)

@@ -14,7 +14,6 @@ from rollmill.gateway.routing.places import Places, Priority
 from rollmill.gateway.routing.router import Router
 from rollmill.gateway.routing.splits import SplitStore
 from rollmill.gateway.routing.targets import Target, pick, read_target
-from rollmill.storage.database import open_database
 from rollmill.types import PolicyRef, same_line
 from tests.gateway.conftest import QUICK, USER, Answers, Mill, until
 from tests.gateway.serve import LIVE
@@ -282,7 +281,7 @@ async def test_a_waiter_that_gives_up_leaves_the_queue() -> None:
 async def test_a_split_of_the_database_and_a_canary_that_is_down(mill: Mill, answers: Answers) -> None:
     """Sessions of a candidate that nobody serves get the live version. Those of a live version that nobody serves wait:
     a candidate never gets more than its share."""
-    splits = SplitStore(open_database(f"sqlite:///{mill.directory}/mill.db"), "run")
+    splits = SplitStore(mill.database(), "run")
     splits.put("rollmill", {"live": 0.5, "candidate": 0.5})
     sessions = [f"s{number}" for number in range(16)]
     chosen = [pick({"live": 0.5, "candidate": 0.5}, session) for session in sessions]

@@ -77,9 +77,13 @@ def send_little(url: str) -> None:
     """The system buffers little of what the server at `url`, in this process, sends over later connections."""
     port = int(url.rpartition(":")[2])
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with contextlib.suppress(OSError):  # it is no socket of this kind
+            found = socket.socket(fileno=int(name))
+            try:
+                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            finally:
+                found.detach()  # it is the server's
 
 
 @pytest.mark.parametrize("workers", [False, True], ids=["", "forwarded"])

@@ -72,7 +72,9 @@ def test_on_the_cpu_the_error_says_what_was_tried_and_nothing_is_lost(tmp_path: 
     first, second = text.index(f"tokens_per_microbatch (it is {2 * LENGTH})"), text.index("recompute_every = 1")
     assert first < second < text.index("max_context")
     weights = WeightStore(Objects.open(tmp_path / "store"))
-    assert weights.numbers("main") == [0, 1, 2], "two steps were made, and the run can continue"
+    assert weights.numbers("main")[:2] == [0, 1]  # version 2 is written while step 3 takes the memory
+    make_trainer(tmp_path, "cpu").run(2)
+    assert (weights.lines(), weights.numbers("main")) == (["main"], [0, 1, 2]), "the run can continue"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

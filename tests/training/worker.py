@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,22 @@ def die_after(effect: str) -> None:
 
 
 def commit_late() -> None:
-    original = Ledger.commit_step
+    """To be called behind `die_after`: who dies after the record of a step dies before the commit."""
+    commit, record, recording = Ledger.commit_step, Ledger.write_step, threading.Lock()
 
-    def wrapped(self: Ledger, number: int, *rest: Any) -> None:
+    def commit_step(self: Ledger, number: int, *rest: Any) -> None:
         end = time.monotonic() + 20.0
         while number < STEPS and self.step(number + 1) is None and time.monotonic() < end:
             time.sleep(0.01)
-        original(self, number, *rest)
+        with recording:
+            commit(self, number, *rest)
 
-    setattr(Ledger, "commit_step", wrapped)  # noqa: B010
+    def write_step(self: Ledger, *given: Any, **named: Any) -> Any:
+        with recording:
+            return record(self, *given, **named)
+
+    setattr(Ledger, "commit_step", commit_step)  # noqa: B010
+    setattr(Ledger, "write_step", write_step)  # noqa: B010
 
 
 def run_trainer(
@@ -60,11 +68,11 @@ def run_trainer(
 ) -> None:
     world = World(directory, model, forms=forms)
     telemetry.open_events(directory / "events", "trainer")
-    if effect.startswith("late:"):
-        commit_late()
-        effect = effect.removeprefix("late:")
+    late, effect = effect.startswith("late:"), effect.removeprefix("late:")
     if effect not in ("none", "wait"):
         die_after(effect)
+    if late:
+        commit_late()
     trainer = world.trainer(parent=parent)
     if effect == "wait":
         trainer.run(STEPS)
