@@ -27,6 +27,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig
+from rollmill.models.counts import cache_numbers
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
 from rollmill.models.host import load_host, to_host
@@ -36,6 +37,10 @@ from rollmill.weights.reading.follower import Update
 
 MEMORY_BYTES_PER_SECOND = 4.8e12  # of an H200
 GROUP = 16
+LATENT = SMOLLM2 | {  # four layers of DeepSeek-V2-Lite's width, dense
+    "vocab_size": 4096, "layers": 4, "width": 2048, "heads": 16, "kv_heads": 16, "head_dim": 192, "mlp_width": 2816,
+    "latent": {"kv_rank": 512, "plain_dim": 128, "rope_dim": 64, "value_dim": 128},
+}  # fmt: skip
 SMALL = SMOLLM2 | {"vocab_size": 4096, "layers": 4, "width": 192, "heads": 3, "kv_heads": 1, "mlp_width": 512}
 BARS = {  # on one H200; (tokens/s, share of the floor, times transformers), None: no bar
     ("dense", 1): (1600.0, None, None),
@@ -65,8 +70,7 @@ class Cell(NamedTuple):
     def floor_seconds(self) -> float:
         """Of one decode step."""
         model, element = self.model, 2
-        kv = 2 * model.layers * model.kv_heads * model.head_dim * element
-        held = self.batch * (self.prompt + self.new / 2) * kv
+        held = self.batch * (self.prompt + self.new / 2) * cache_numbers(model) * element
         return (all_parameters(model) * element + held) / MEMORY_BYTES_PER_SECOND
 
 
@@ -75,10 +79,13 @@ def cells(device: Device, quick: bool) -> list[Cell]:
         dense = [Cell("dense", SMOLLM2, batch, 128, 256, ()) for batch in (1, 32, 1024)]
         mixture = [Cell("mixture", MIXTURE, batch, 128, 256, (), exact=batch == 256) for batch in (256, 1024)]
         llama = Cell("llama-1b", LLAMA_1B, 256, 128, 256, ("transformers",))
-        return [*dense, Cell("dense", SMOLLM2, 256, 128, 256, exact=True), *mixture, llama][: 4 if quick else None]
+        latent = Cell("latent", LATENT, 256, 1024, 256, (), exact=True)
+        own = Cell("dense", SMOLLM2, 256, 128, 256, exact=True)
+        return [*dense, own, *mixture, llama, latent][: 4 if quick else None]
     shape, new = (SMALL, 16) if quick else (SMOLLM2, 32)
     name = "small" if quick else "dense"
-    return [Cell(name, shape, batch, 32, new, exact=batch == 32) for batch in (1, 32, 128)]
+    found = [Cell(name, shape, batch, 32, new, exact=batch == 32) for batch in (1, 32, 128)]
+    return found if quick else [*found, Cell("latent", LATENT, 4, 512, 32, ())]
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""How many parameters a model has, from its shape alone. No torch here."""
+"""How many parameters a model has, and numbers its KV cache, from its shape alone. No torch here."""
 
 from __future__ import annotations
 
@@ -41,3 +41,10 @@ def _attention(model: ModelConfig) -> int:
     q = queries * model.width if rank is None else rank * (model.width + 1 + queries)
     down = (latent.kv_rank + latent.rope_dim) * model.width + latent.kv_rank
     return output + q + down + latent.kv_rank * model.heads * (latent.plain_dim + latent.value_dim)
+
+
+def cache_numbers(model: ModelConfig) -> int:
+    """Numbers that the KV cache holds per token."""
+    if model.latent is not None:
+        return model.layers * (model.latent.kv_rank + model.latent.rope_dim)
+    return model.layers * 2 * model.kv_heads * model.head_dim

@@ -89,15 +89,13 @@ class Layer(nn.Module):
 
     def _attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
         """Returns (the attention output, x for the residual; see `norm_fork`)."""
-        if self.latent is None:
-            weights = (self.attention_norm, self._eps, self.qkv, self.qkv_bias)
-            qkv, copy_NW = norm_linear(x_NW, *weights, self._form, self.exact)
-            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-            heads = (self._heads, self._kv_heads, self._dim)
-            q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, heads, norms, self._eps)
-        else:
+        if self.latent is not None:
             normal_NW, copy_NW = norm_fork(x_NW, self.attention_norm, self._eps)
-            q_NHD, k_NKD, v_NKD = self.latent(normal_NW, angles)
+            return self.latent(normal_NW, angles, self._index, attend, self._score_scale), copy_NW
+        weights = (self.attention_norm, self._eps, self.qkv, self.qkv_bias)
+        qkv, copy_NW = norm_linear(x_NW, *weights, self._form, self.exact)
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, (self._heads, self._kv_heads, self._dim), norms, self._eps)
         if self._score_scale != 1.0:
             q_NHD = q_NHD * self._score_scale
         return attend(self._index, q_NHD, k_NKD, v_NKD), copy_NW
@@ -140,6 +138,13 @@ class Decoder(nn.Module):
         for module in self.modules():
             if hasattr(module, "exact"):
                 module.exact = True  # type: ignore[assignment]
+        self.attend_latents()
+
+    def attend_latents(self) -> None:
+        """From now on, latent attention is over the latents themselves (models.latent), as an engine caches them."""
+        for module in self.modules():
+            if isinstance(module, LatentProjection):
+                module.absorbs = True
 
     @property
     def recordable(self) -> bool:

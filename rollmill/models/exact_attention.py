@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,8 @@ def attend(q_NHD: Tensor, keys_RD: Tensor, values_RE: Tensor, kv_heads: int, whe
     """[N, H · E]. `keys` and `values` have one row per key and KV head."""
     tokens, heads, dim = q_NHD.shape
     out_NHE = q_NHD.new_empty(tokens, heads, values_RE.shape[1])
-    given = [x.detach().contiguous().numpy() for x in (q_NHD, keys_RD, values_RE)] + [out_NHE.numpy()]
+    values = keys_RD if values_in_keys(keys_RD, values_RE) else values_RE  # the loops read what they need of a row
+    given = [x.detach().contiguous().numpy() for x in (q_NHD, keys_RD, values)] + [out_NHE.numpy()]
     layout = np.array([where.size, where.head_step, where.key_step, heads // kv_heads])
     arguments = (*given, where.sequences_N, where.counts_N, where.firsts_SB, layout, np.float32(dim**-0.5))
     work, threads = np.cumsum(where.counts_N), torch.get_num_threads()
@@ -91,15 +92,20 @@ class _Packed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_again(ctx.plain, ctx.saved_tensors, grad), None, None
+        return *gradients_of(functools.partial(ctx.plain, 0), ctx.saved_tensors, grad), None, None
 
 
-def _again(plain: Attend, tensors: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v, from a forward pass of `plain`."""
+def gradients_of(function: Callable[..., Tensor], tensors: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of `tensors`, from another forward pass."""
     inputs = [each.detach().requires_grad_() for each in tensors]
     with torch.enable_grad():
-        out = plain(0, *inputs)
+        out = function(*inputs)
     return torch.autograd.grad(out, inputs, grad)
+
+
+def values_in_keys(keys: Tensor, values: Tensor) -> bool:
+    """Whether values are the first columns of the keys, as with latents."""
+    return keys.data_ptr() == values.data_ptr()
 
 
 class ExactAttention:
@@ -107,14 +113,14 @@ class ExactAttention:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
-        self._plain = PackedAttention(lengths)
+        self.plain: Attend = PackedAttention(lengths)
         self._keys: dict[int, Keys] = {}
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         kv_heads = k_NKD.shape[1]
         if kv_heads not in self._keys:
             self._keys[kv_heads] = self._packed(kv_heads)
-        return call(_Packed, q_NHD, k_NKD, v_NKD, self._keys[kv_heads], self._plain)
+        return call(_Packed, q_NHD, k_NKD, v_NKD, self._keys[kv_heads], self.plain)
 
     def _packed(self, kv_heads: int) -> Keys:
         starts = np.array([0, *itertools.accumulate(self._lengths[:-1])])
@@ -146,7 +152,7 @@ class _Ordered(Function):
 
         q_NHD, k_NKD, v_NKE, out_NHE, sums_HL = ctx.saved_tensors
         if not fits(q_NHD, k_NKD, v_NKE):
-            return *_again(ctx.plain, (q_NHD, k_NKD, v_NKE), grad), None, None
+            return *gradients_of(functools.partial(ctx.plain, 0), (q_NHD, k_NKD, v_NKE), grad), None, None
         grad_NHE = grad.contiguous().view_as(out_NHE)
         into = attention_backward(q_NHD, k_NKD, v_NKE, out_NHE, sums_HL, grad_NHE, ctx.tiles)
         kv_heads = k_NKD.shape[1]
@@ -159,8 +165,8 @@ class OrderedAttention:
     def __init__(self, lengths: Sequence[int], device: torch.device, plain: Attend) -> None:
         from rollmill.models.kernels.attention_triton import Tiles
 
-        self._tiles, self._plain = Tiles(lengths, device), plain
+        self._tiles, self.plain = Tiles(lengths, device), plain
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         assert q_NHD.stride(2) == k_NKD.stride(2) == v_NKD.stride(2) == 1
-        return call(_Ordered, q_NHD, k_NKD, v_NKD, self._tiles, self._plain)
+        return call(_Ordered, q_NHD, k_NKD, v_NKD, self._tiles, self.plain)

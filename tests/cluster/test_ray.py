@@ -52,7 +52,7 @@ def nodes(tmp_path: Path, postgresql_directory: Path, monkeypatch: pytest.Monkey
 
 def wait_for(condition: Callable[[], object], run: RunDirectory) -> None:
     """Fails if nobody drives the run for long: Ray takes a while to bring a supervisor back."""
-    presence = Presence(Objects.open(run.home_store))
+    presence = Presence(Objects.open(run.home_store, patience=60.0))  # a node that starts needs both cores
     driven = looked = time.monotonic()
     while not condition():
         now = time.monotonic()

@@ -11,6 +11,7 @@ from rollmill.models.kernels.varlen import packed_attention
 from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 
 pytest.importorskip("triton")
+from rollmill.inference.embedded.paged_triton import heads_together
 from rollmill.models.kernels import exact_triton, ordered_attention_triton
 from rollmill.models.kernels.attention_triton import Tiles
 from rollmill.models.kernels.swiglu_triton import swiglu_product
@@ -95,14 +96,30 @@ def test_attention_and_its_gradients_agree_with_torch(
         torch.testing.assert_close(one.float(), other, **close)
 
 
+def test_latents_give_what_keys_and_values_apart_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(ordered_attention_triton, "ROWS", 32)
+        monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
+    dtype, lengths = (torch.float32, [3, 40]) if INTERPRETED else (torch.bfloat16, [3, 70, 300])
+    q, k = drawn(sum(lengths), 6, 40, dtype=dtype), drawn(sum(lengths), 1, 40, dtype=dtype)
+    found, _ = ordered_attention_triton.attend_packed(q, k, k[..., :24], Tiles(lengths, DEVICE))
+    expected = PackedAttention(lengths, DEVICE)(0, q.float(), k.float(), k[..., :24].float())
+    torch.testing.assert_close(found.flatten(1).float(), expected, atol=1e-4 if INTERPRETED else 0.05, rtol=1e-2)
+
+
 @cuda
-@pytest.mark.parametrize(("heads", "dim", "value_dim"), [((9, 3), 64, 64), ((32, 8), 128, 128), ((4, 4), 192, 128)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "value_dim"),
+    [((9, 3), 64, 64), ((32, 8), 128, 128), ((4, 4), 192, 128), ((16, 1), 576, 512), ((128, 1), 576, 512)],
+)
 def test_pages_and_packed_rows_give_the_same_bits(heads: tuple[int, int], dim: int, value_dim: int) -> None:
     """Single tokens and chunks of a prompt, over pages, against packed sequences of which it is the second."""
     (q_heads, kv_heads), page, length, before = heads, 16, 1500, 77
     group, dtype = q_heads // kv_heads, torch.bfloat16
     shapes = ((q_heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     q, k, v = (drawn(before + length, *shape, dtype=dtype) for shape in shapes)
+    latent = value_dim == 512
+    v = k[..., :value_dim] if latent else v
     packed, _ = ordered_attention_triton.attend_packed(q, k, v, Tiles([before, length], DEVICE))
     expected = packed[before:].flatten(1)
     pages = torch.randperm(-(-length // page), device=DEVICE)
@@ -112,9 +129,11 @@ def test_pages_and_packed_rows_give_the_same_bits(heads: tuple[int, int], dim: i
     room = len(pages) * kv_heads * page
     keys, values = (torch.zeros(room, size, dtype=dtype, device=DEVICE) for size in (dim, value_dim))
     keys[rows], values[rows] = k[before:].flatten(0, 1), v[before:].flatten(0, 1)
-    shape = ordered_attention_triton.shape_of(kv_heads, group, dim, value_dim, 64)
+    values = keys[:, :value_dim] if latent else values
+    together = heads_together(group)
+    shape = ordered_attention_triton.shape_of(kv_heads, group, dim, value_dim, 64, together=together, latent=latent)
     table = pages.int()[None].contiguous()
-    for each in (1, 64 // group, 7):
+    for each in {1, max(1, 64 // group), min(7, 64 // together)}:
         starts = list(range(0, length, each))
         tiles = torch.tensor([(at, min(each, length - at), at, 0) for at in starts], dtype=torch.int32, device=DEVICE)
         found = ordered_attention_triton.attend_pages(q[before:], keys, values, tiles, table, page, shape)

@@ -18,7 +18,10 @@ import torch
 
 import rollmill.inference.embedded
 import rollmill.models.kernels
+from rollmill.inference.embedded.scheduler import Work
 from rollmill.models import triton as triton_support
+from rollmill.models.attention import packed_positions
+from rollmill.models.config import LatentAttention
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.models.kernels.head import head_logprobs, head_next_token
@@ -225,6 +228,27 @@ def engines() -> None:
                 test_device.in_chunks(test_device.Steps(runner))
 
 
+def latents() -> None:
+    """DeepSeek-V2-Lite's and DeepSeek-V3's, of an engine and of a trainer."""
+    from rollmill.inference.embedded.paged_triton import TritonAttention, tile_positions
+    from rollmill.inference.embedded.plans import make_plan
+
+    latent = LatentAttention(kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128)
+    for heads, exact in ((16, False), (16, True), (128, False)):
+        sizes = {"heads": heads, "kv_heads": heads, "head_dim": 192, "latent": latent, "experts": 0, "layers": 1}
+        model = Decoder(test_device.TINY.model_copy(update=sizes), torch.bfloat16)
+        model.initialise(0)
+        model.attend_latents()
+        if exact:
+            model.compute_exactly()
+            attend = packed_attention([69, 1], "cpu", torch.bfloat16, exact=True)
+            model(torch.zeros(70, dtype=torch.long), packed_positions([69, 1]), attend)
+        cache, (one,) = test_device.cache_of(model), test_device.make_generations([30])
+        for count in (1, 30):
+            plan, positions = make_plan(cache, [Work(one, 0, count)]), min(count, tile_positions(cache.group))
+            model(plan.tokens_N, plan.positions_N, TritonAttention(cache, plan, positions, exact))
+
+
 def launched(module: Any) -> set[Any]:
     """The kernels of a module that no other kernel calls."""
     from triton.runtime.jit import JITFunction
@@ -276,6 +300,7 @@ def test_every_kernel_compiles(compiler: Compiler) -> None:
         quantisers,
         updates,
         engines,
+        latents,
     ):
         drive()
     found = set()

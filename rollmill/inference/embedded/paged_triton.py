@@ -1,6 +1,6 @@
 """Attention over the pages of the KV cache on CUDA, for single tokens and for chunks of prompts.
 
-A program takes a tile: adjacent positions of one sequence, for all query heads that share a KV head
+A program takes a tile: adjacent positions of one sequence, for the query heads that share a KV head
 (ordered_attention_triton). The kernel reads the lengths on the device, so a launch depends only on the number of tiles
 and can be recorded.
 """
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.models.exact_attention import values_in_keys
 from rollmill.models.kernels.ordered_attention_triton import attend_pages, shape_of
 
 ROWS = 64  # query rows in a tile of several positions
@@ -33,6 +34,11 @@ class Plan(NamedTuple):
 def tile_positions(group: int) -> int:
     """The most positions per tile, for `group` query heads per KV head."""
     return max(1, ROWS // group)
+
+
+def heads_together(group: int) -> int:
+    """The query heads of a KV head in one tile: all, or an equal part that fits."""
+    return max(count for count in range(1, min(group, ROWS) + 1) if group % count == 0)
 
 
 @triton.jit
@@ -81,11 +87,15 @@ class TritonAttention:
     def __init__(self, cache: KVCache, plan: Plan, positions: int, exact: bool = False) -> None:
         """`positions` is the most positions per tile. `exact`: with the bits of the trainer's exact attention."""
         self._cache, self._plan = cache, plan
-        rows = max(ROWS if exact else _FEWEST_ROWS, triton.next_power_of_2(positions * cache.group))
-        self._shape = shape_of(cache.kv_heads, cache.group, cache.head_dim, cache.value_dim, rows)
+        latent, together = values_in_keys(cache.keys, cache.values), heads_together(cache.group)
+        rows = max(ROWS if exact else _FEWEST_ROWS, triton.next_power_of_2(positions * together))
+        sizes = (cache.kv_heads, cache.group, cache.head_dim, cache.value_dim)
+        self._shape = shape_of(*sizes, rows, together=together, latent=latent)
         if exact and positions == 1 and max(cache.head_dim, cache.value_dim) <= 128:
             self._shape["num_stages"] = 5  # single tokens wait for memory; measured on an H200
-        self._stored = {name: self._shape[name] for name in ("HEADS", "DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_E")}
+        width = 0 if latent else cache.value_dim
+        self._stored = {"HEADS": cache.kv_heads, "DIM": cache.head_dim, "VALUE_DIM": width}
+        self._stored |= {"BLOCK_D": triton.next_power_of_2(cache.head_dim), "BLOCK_E": self._shape["BLOCK_E"]}
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         cache, plan = self._cache, self._plan

@@ -110,8 +110,8 @@ def fp32_logits(model: Decoder, hidden_MW: Tensor) -> Tensor:
 
 class Runner:
     def __init__(self, model: Decoder, cache: KVCache) -> None:
-        self.model = model
-        self._cache = cache
+        model.attend_latents()
+        self.model, self._cache = model, cache
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:
@@ -196,8 +196,7 @@ class _Group:
             q_NW = q_NW.index_select(0, self._padding[0])
         # query heads that share a KV head become further query rows, so K and V are not copied
         q = q_NW.view(batch, longest, heads, -1, dim).permute(0, 2, 3, 1, 4)
-        keys, values = self._cache.read(layer, self._pages)
-        k, v = keys.view(batch, heads, -1, dim), values.view(batch, heads, -1, self._cache.value_dim)
+        k, v = (each.unflatten(0, (batch, heads, -1)).flatten(2, 3) for each in self._cache.read(layer, self._pages))
         out = scaled_dot_product_attention(q.reshape(batch, heads, -1, dim), k, v, attn_mask=self._mask_B1QT)
         out = out.view(batch, heads, -1, longest, self._cache.value_dim).permute(0, 3, 1, 2, 4)
         out_NW = out.reshape(batch * longest, -1)

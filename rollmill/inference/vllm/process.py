@@ -25,6 +25,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.vllm.client import SOCKET
 from rollmill.inference.vllm.generation import MOST_LOGPROBS
 from rollmill.models.config import ModelConfig
+from rollmill.models.counts import cache_numbers
 from rollmill.models.huggingface.describe import describe_model
 
 BACKEND = "rollmill"  # the name under which `plugin` registers
@@ -130,13 +131,6 @@ def arguments(directory: Path, model: ModelConfig, config: EngineConfig, device:
     written = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     # not `vllm serve`: the command asks for the version of the package vllm, which the build for CPUs is not called
     return ["-m", "vllm.entrypoints.openai.api_server", "--model", str(directory), *written, *switches]
-
-
-def cache_numbers(model: ModelConfig) -> int:
-    """Numbers that the KV cache holds per token."""
-    if model.latent is not None:
-        return model.layers * (model.latent.kv_rank + model.latent.rope_dim)
-    return model.layers * 2 * model.kv_heads * model.head_dim
 
 
 def environment(directory: Path, config: EngineConfig) -> dict[str, str]:
