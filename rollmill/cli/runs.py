@@ -72,10 +72,9 @@ def status(directory: Directory) -> None:
 
     from rollmill.cluster.balance import describe
     from rollmill.cluster.balancing import read_decisions
-    from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.state import bytes_of, state_of
 
-    run = RunDirectory.open(directory)
+    run, given = _open(directory)
     state = state_of(run)
     table = _facts_table()
     table.add_row("run", f"{run.config.name} (id {run.id})")
@@ -93,7 +92,7 @@ def status(directory: Directory) -> None:
         if (run.path / name).exists():
             table.add_row(name.partition(".")[0], str(run.path / name))
     if state.word == "stopped":
-        table.add_row("to continue", f"rollmill train --resume {directory}")
+        table.add_row("to continue", f"rollmill train --resume {given}")
     Console(highlight=False, soft_wrap=True).print(table)
 
 
@@ -113,21 +112,20 @@ def logs(
         rollmill logs runs/demo trainer -f
         rollmill logs runs/demo serve-1/gateway
     """
-    from rollmill.cluster.run import RunDirectory
     from rollmill.kinds import build
 
-    run = RunDirectory.open(directory)
+    run, given = _open(directory)
     cluster = build(run.config.cluster)
     cluster.collect(run)
     found = dict(_log_files(run))
     if role is None:
         if not found:
-            print(f"{directory} has no logs yet")
+            print(f"{given} has no logs yet")
         for name, path in found.items():
             print(f"{name:24} {_size(path.stat().st_size):>9}  {path}")
         return
     if role not in found:
-        raise ConfigError(f"{directory} has no log {role!r}", hint=f"logs here: {', '.join(found) or 'none yet'}")
+        raise ConfigError(f"{given} has no log {role!r}", hint=f"logs here: {', '.join(found) or 'none yet'}")
     with found[role].open(errors="replace") as file:
         kept = deque(file, maxlen=lines)
         print("".join(kept), end="", flush=True)
@@ -148,14 +146,13 @@ def stop(directory: Directory) -> None:
         rollmill stop runs/demo
     """
     from rollmill.cluster.lock import terminate
-    from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.state import state_of
     from rollmill.kinds import build
 
-    run = RunDirectory.open(directory)
+    run, given = _open(directory)
     state = state_of(run)
     if not state.processes:
-        print(f"nothing uses {directory}")
+        print(f"nothing uses {given}")
         return
     for name, by in state.processes.items():
         print(f"stopping {name}: {by}")
@@ -189,18 +186,17 @@ def scale(
         rollmill scale runs/demo engines=2
         rollmill scale runs/demo engines=4 away=2
     """
-    from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.scale import ask_scale
     from rollmill.cluster.state import state_of
 
-    run = RunDirectory.open(directory)
+    run, given = _open(directory)
     for region, count in ask_scale(run, settings).items():
         print(f"{region}: {count} engine{'s' if count > 1 else ''}")
     state = state_of(run)
     if state.word != "training":
         more = " steps=N" if state.word == "finished" else ""
         print(f"the run is {state.word}: nothing trains now, and the number holds from its next start")
-        print(f"hint: `rollmill train --resume {directory}{more}` starts it")
+        print(f"hint: `rollmill train --resume {given}{more}` starts it")
 
 
 def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False) -> None:
@@ -212,24 +208,28 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
 
         rollmill rm runs/demo
     """
-    from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.state import bytes_of, state_of
 
-    run = RunDirectory.open(directory)
+    run, given = _open(directory)
+    if given != str(directory):
+        raise RollmillError(
+            f"{given} is not a directory: rm leaves objects of a run where they are",
+            hint=f"`rollmill rm {run.path}` deletes what is on this host",
+        )
     used = state_of(run).processes
     if used:
         by = ", ".join(f"{name}: {holder}" for name, holder in used.items())
-        raise RollmillError(f"{directory} is in use: {by}", hint=f"`rollmill stop {directory}` stops it")
+        raise RollmillError(f"{given} is in use: {by}", hint=f"`rollmill stop {given}` stops it")
     size = _size(bytes_of(run.path))
-    if not yes and not typer.confirm(f"Delete {directory} ({size}) forever?"):
+    if not yes and not typer.confirm(f"Delete {given} ({size}) forever?"):
         print("nothing was deleted")
         raise typer.Exit(1)
     try:
         shutil.rmtree(directory)
     except OSError as error:
-        hint = f"check the owner and the permissions of {directory}; some of it may be deleted"
-        raise RollmillError(f"{directory} cannot be deleted: {error.filename}: {error.strerror}", hint=hint) from None
-    print(f"deleted {directory} ({size})")
+        hint = f"check the owner and the permissions of {given}; some of it may be deleted"
+        raise RollmillError(f"{given} cannot be deleted: {error.filename}: {error.strerror}", hint=hint) from None
+    print(f"deleted {given} ({size})")
     if isinstance(run.home_store, str):
         print(f"its objects stay in {run.home_store}")
 
@@ -270,6 +270,14 @@ def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:
     for service in service_paths(run):
         for path in sorted((service / "logs").glob("*.log")):
             yield f"{service.name}/{path.stem}", path
+
+
+def _open(directory: Path) -> tuple[RunDirectory, str]:
+    """The run, and what the user called it."""
+    from rollmill.cluster.naming import url_of
+    from rollmill.cluster.run import RunDirectory
+
+    return RunDirectory.open(directory), url_of(directory) or str(directory)
 
 
 def _facts_table() -> Table:

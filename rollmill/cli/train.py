@@ -64,6 +64,7 @@ def train(
     from rollmill.cli.target import start_settings
     from rollmill.cluster.checkpoint import check_here, check_stores
     from rollmill.cluster.extend import extend
+    from rollmill.cluster.naming import url_of
     from rollmill.cluster.ranks import begin_run
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.cluster.state import is_finished
@@ -82,14 +83,13 @@ def train(
             typer.echo(f"note: the code of [{name}] is not what the run began with", err=True)
         run = extend(run, overrides or ())
         if is_finished(run):
-            typer.echo(f"{source} is finished: nothing is left to do")
+            typer.echo(f"{url_of(source) or source} is finished: nothing is left to do")
             show_finished(run)
             return
         check_stores(run.config)  # it may have begun on another host
     else:
         if source.is_dir():
-            hint = f"`rollmill train --resume {source}` continues a run"
-            raise ConfigError(f"{source} is a directory, not a RUN.toml", hint=hint)
+            raise ConfigError(f"{source} is a directory, not a RUN.toml", hint=_meant(source))
         config = load_config(RunConfig, source, [*(overrides or ()), *(start_settings(*start) if start else ())])
         if not config.stages:
             raise ConfigError(f"{source} has no [[stages]]: there is nothing to train", hint="`rollmill serve` serves")
@@ -103,6 +103,13 @@ def train(
         tell_detached(run)
         return
     run_to_report(run)
+
+
+def _meant(directory: Path) -> str:
+    if (directory / "run.json").exists():
+        return f"`rollmill train --resume {directory}` continues the run in it"
+    file = directory / "run.toml"  # as `rollmill init` writes it
+    return f"did you mean {file}?" if file.is_file() else "`rollmill init DIR` writes one to begin with"
 
 
 def tell_detached(run: RunDirectory) -> None:

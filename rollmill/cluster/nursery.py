@@ -247,7 +247,7 @@ def main(descriptor: int, directory: Path | None = None) -> int:
         waited: list[socket.socket | _Asker] = [woken, *([own] if directory else []), *askers]
         ready = select.select(waited, [], [], None if askers else IDLE_S)[0]
         if not ready and directory and _retire(own, directory):
-            return 0
+            return _leave()
         if woken in ready:
             woken.recv(4096)
             for asker in askers + left:
@@ -262,9 +262,10 @@ def main(descriptor: int, directory: Path | None = None) -> int:
                 askers.remove(asker)
                 left.append(asker)
                 if not directory:
-                    return 0
+                    return _leave()
             for request in requests or ():
                 if _serve(asker, request) == 0:
+                    _leave()
                     for each in (own, woken, wake, *(asker.socket for asker in askers)):
                         each.close()
                     return _be(request, nursery)
@@ -277,6 +278,12 @@ def _wake_when_children_end() -> tuple[socket.socket, socket.socket]:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return woken, wake
+
+
+def _leave() -> int:
+    """Signals that come from now on wake nobody: the socket that they would write to will be closed."""
+    signal.set_wakeup_fd(-1)
+    return 0
 
 
 def _serve(asker: _Asker, request: dict[str, Any]) -> int | None:
@@ -318,7 +325,6 @@ def _be(request: dict[str, Any], nursery: int) -> int:
     from rollmill.cluster import role
     from rollmill.cluster.handed import take
 
-    signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -116,7 +116,7 @@ class ModelRoutes:
         Takes: an OpenAI response request; `previous_response_id` names a response of this session, user and consent.
         Returns: an OpenAI response, or a stream of its events; 404 if the previous response is not stored.
         """
-        asked = self._responses.parse(await request.read(), self._limits)
+        asked = await self._parsed(request, self._responses)
         previous = asked.options["previous"]
         if self._workers.shares:
             name = session_in(given_key(request)) or (previous and session_of(previous)) or named_session(request)
@@ -167,13 +167,21 @@ class ModelRoutes:
         if self._workers.shares:
             name = session_in(given_key(http)) or named_session(http)
             if name is None:
-                request = dialect.parse(await http.read(), self._limits)
+                request = await self._parsed(http, dialect)
                 name = opening(request.messages) if request.messages else None  # a prompt: any worker's
             if name is not None and self._workers.elsewhere(http, name):
                 return await self._workers.forward(http, name)
         admitted = await self._admit(http)
         request = request or dialect.parse(await http.read(), self._limits)
         return await self._answer_in(http, dialect, named_session(http), admitted, request)
+
+    async def _parsed(self, http: web.Request, dialect: Dialect) -> ModelRequest:
+        """Of a client whose key was not checked yet: it learns what is wrong with its request if its key is right."""
+        try:
+            return dialect.parse(await http.read(), self._limits)
+        except GatewayError:
+            await self._admit(http)
+            raise
 
     async def _answer_in(
         self, http: web.Request, dialect: Dialect, name: str | None, admitted: Session | Key, request: ModelRequest

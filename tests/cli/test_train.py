@@ -150,6 +150,10 @@ def test_a_resumed_run_says_that_code_of_its_own_has_changed(
 
 
 def test_a_directory_is_not_a_configuration(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    assert refused(rollmill("train", tmp_path), "is a directory", "rollmill init")
+    (tmp_path / "run.toml").touch()
+    assert refused(rollmill("train", tmp_path), "is a directory", f"did you mean {tmp_path}/run.toml?")
+    (tmp_path / "run.json").touch()
     assert refused(rollmill("train", tmp_path), "is a directory", f"--resume {tmp_path}")
 
 

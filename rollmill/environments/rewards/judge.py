@@ -100,7 +100,13 @@ class Judge:
         material = cut(text, config.max_characters)
         messages = self._messages(material)
         key = self._key()
-        client = ModelClient(deadline_s=config.grading_timeout_s, hint="is the judge running? see `base_url`")
+        client = ModelClient(
+            deadline_s=config.grading_timeout_s,
+            hint="is the judge running? see `base_url`",
+            key_hint=f"the key is that of the environment variable {config.key_variable} (`key_variable`)"
+            if config.key_variable
+            else "it wants a key: `key_variable` names the environment variable that holds it",
+        )
         problems: list[str] = []
         votes = [asyncio.create_task(self._vote(client, key, messages, problems)) for _ in range(config.votes)]
         try:

@@ -140,8 +140,11 @@ async def test_a_judge_that_is_gone_or_refuses(judge: StandInJudge, monkeypatch:
     with pytest.raises(asyncio.CancelledError):
         await work
     judge.answers = [401]
-    with pytest.raises(RewardError, match="answered 401"):
+    with pytest.raises(RewardError, match=r"answered 401.*\nhint: it wants a key: `key_variable`"):
         await grade(judge)
+    monkeypatch.setenv("JUDGE_KEY", "wrong")
+    with pytest.raises(RewardError, match=r"answered 401.*\nhint: the key is that .* variable JUDGE_KEY"):
+        await grade(judge, key_variable="JUDGE_KEY")
     with pytest.raises(RewardError, match=f"answered 404.*\nhint: did you mean {judge.url}\\?"):
         await grade(judge, base_url=judge.url.removesuffix("/v1"))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
