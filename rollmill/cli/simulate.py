@@ -86,7 +86,7 @@ def _read(path: Path, kind: str) -> MeasuredStarts:
     from rollmill.errors import ConfigError
 
     remedy = (
-        "in a clone of the repository, `python -m benchmarks.record_machine_starts` measures this host and writes it"
+        "in a clone of the repository, `python -m benchmarks.record_machine_starts` measures this host"
     )
     try:
         recording = Recording.model_validate_json(path.read_bytes())
