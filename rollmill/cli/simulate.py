@@ -85,9 +85,7 @@ def _read(path: Path, kind: str) -> MeasuredStarts:
     from rollmill.environments.burst import Recording
     from rollmill.errors import ConfigError
 
-    remedy = (
-        "in a clone of the repository, `python -m benchmarks.record_machine_starts` measures this host"
-    )
+    remedy = "in a clone of the repository, `python -m benchmarks.record_machine_starts` measures this host"
     try:
         recording = Recording.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

@@ -8,9 +8,10 @@ others: rows are cut into such blocks, and the last block is filled up with zero
     37 rows     one block of 40
     700 rows    512 + 128 + 60
 
-The measurement compares the bits of random products with those of one large block on one thread, each row at another
-place of its block. So engines and trainers agree, whatever their threads, if they run on the same kind of CPU with the
-same torch. If no number of rows passes, rows are multiplied one by one.
+The measurement multiplies random rows, each at another place of its block, on one thread. The largest set of numbers
+that give the same bits is used. So engines and trainers agree, whatever their threads, if they run on the same kind of
+CPU with the same torch. With several threads, BLAS may also cut the sum, so that fewer numbers pass; others are then
+multiplied by one thread, if that is less work. If no number of rows passes, rows are multiplied one by one.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ _SIZES = (*range(2, 17), *range(20, 65, 4), *range(80, 129, 16), 256, 512)
 
 
 class Calls(NamedTuple):
-    """How BLAS may be called for matrices of one shape."""
+    """How BLAS may be called for matrices of one shape: numbers of rows, ascending."""
 
-    sizes: tuple[int, ...]  # numbers of rows, ascending
+    sizes: tuple[int, ...]  # on one thread
+    threaded: tuple[int, ...]  # on `threads`
     threads: int
 
 
-class Plan(NamedTuple):
-    """How rows are multiplied by a matrix of one shape."""
+class Block(NamedTuple):
+    """One call of BLAS."""
 
-    blocks: tuple[tuple[int, int], ...]  # (first row, size) of each call. Only the last may reach beyond the rows
+    first: int  # row
+    size: int  # of the last block it may reach beyond the rows
     threads: int
 
 
@@ -53,16 +56,13 @@ def product(x_NI: Tensor, weight_IO: Tensor, out_NO: Tensor | None = None) -> Te
         return exact_triton.product(x_NI, weight_IO, out_NO)
     (rows, inputs), outputs, threads = x_NI.shape, weight_IO.shape[1], torch.get_num_threads()
     across = weight_IO.stride(0) == 1
-    if outputs <= COLUMNS:
-        plan = _plan(rows, inputs, outputs, across, threads)
-        if plan.blocks == ((0, rows),) and plan.threads == threads:  # mostly: nothing to cut or fill up
-            return torch.mm(x_NI, weight_IO, out=out_NO)
+    if outputs <= COLUMNS and _plan(rows, inputs, outputs, across, threads) == ((0, rows, threads),):
+        return torch.mm(x_NI, weight_IO, out=out_NO)  # mostly: nothing to cut or fill up
     out_NO = x_NI.new_empty(rows, outputs) if out_NO is None else out_NO
     for first in range(0, outputs, COLUMNS):
         weight, out = weight_IO[:, first : first + COLUMNS], out_NO[:, first : first + COLUMNS]
-        plan = _plan(rows, inputs, weight.shape[1], across, threads)
-        with _threads(plan.threads):
-            for start, size in plan.blocks:
+        for start, size, count in _plan(rows, inputs, weight.shape[1], across, threads):
+            with _threads(count):
                 _multiply(x_NI[start : start + size], weight, out[start : start + size], size)
     return out_NO
 
@@ -91,23 +91,26 @@ def fixes_order(device: torch.device) -> bool:
 
 
 @functools.lru_cache(1 << 16)
-def _plan(rows: int, inputs: int, outputs: int, across: bool, threads: int) -> Plan:
-    calls = allowed_calls(inputs, outputs, across, threads)
-    return Plan(tuple(blocks(rows, calls.sizes)), calls.threads)
+def _plan(rows: int, inputs: int, outputs: int, across: bool, threads: int) -> tuple[Block, ...]:
+    return tuple(blocks(rows, allowed_calls(inputs, outputs, across, threads)))
 
 
-def blocks(rows: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first row, size) of each block."""
+def blocks(rows: int, calls: Calls) -> Iterator[Block]:
     start = 0
     while start < rows:
         left = rows - start
-        enough = next((size for size in sizes if size >= left), None)
-        below = next((size for size in reversed(sizes) if size <= left), None)
-        # a little padding is cheaper than another call, which reads the whole weight again
-        size = enough if enough is not None and (below is None or enough <= 1.25 * left) else below
-        assert size is not None
-        yield start, size
+        ways = [(_size(left, calls.threaded), calls.threads), (_size(left, calls.sizes), 1)]
+        size, threads = min((way for way in ways if way[0]), key=lambda way: way[0] / way[1] / min(way[0], left))
+        yield Block(start, size, threads)
         start += size
+
+
+def _size(left: int, sizes: tuple[int, ...]) -> int:
+    """Of the next block; 0 if there is none."""
+    enough = next((size for size in sizes if size >= left), 0)
+    below = next((size for size in reversed(sizes) if size <= left), 0)
+    # a little padding is cheaper than another call, which reads the whole weight again
+    return enough if enough and (not below or enough <= 1.25 * left) else below
 
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor, size: int) -> None:
@@ -132,36 +135,38 @@ def _threads(count: int) -> Iterator[None]:
 
 @functools.cache
 def allowed_calls(inputs: int, outputs: int, across: bool, threads: int) -> Calls:
-    """The numbers of rows that give the bits of the largest block on one thread. `across`: the weight is stored
-    transposed."""
+    """`across`: the weight is stored transposed."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_SIZES[-1] + _SHIFT, inputs, generator=generator)
     weight = torch.randn(outputs, inputs, generator=generator).t()
     weight = weight if across else weight.contiguous()
     with _threads(1):
-        reference = next(
-            filter(None, (_reference(x, weight, size) for size in reversed(_SIZES) if size > 2 * _SHIFT)), None
-        )
-    if reference is None:
-        return Calls((1,), 1)
-    for count in dict.fromkeys((threads, 1)):
-        with _threads(count):
-            sizes = tuple(size for size in _SIZES if size <= len(reference.rows) and reference.agrees(x, weight, size))
-        if sizes:
-            return Calls(sizes, count)
-    return Calls((len(reference.rows),), 1)
+        found = _alike(x, weight)
+    if not found:
+        return Calls((1,), (), 1)
+    rows, sizes = max(found, key=lambda each: len(each[1]))  # of equally many, those with the largest
+    if threads == 1:
+        return Calls(sizes, sizes, 1)
+    with _threads(threads):
+        fit = (size for size in _SIZES if size <= len(rows))
+        return Calls(sizes, tuple(size for size in fit if _agrees(x, weight, size, rows)), threads)
 
 
-class _Rows(NamedTuple):
-    rows: Tensor  # the product of the first rows
+def _alike(x: Tensor, weight: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Sets of sizes that give the same bits, each with the product of its largest block."""
+    found: list[tuple[Tensor, list[int]]] = []
+    for size in reversed(_SIZES):
+        same = next((sizes for rows, sizes in found if _agrees(x, weight, size, rows)), None)
+        if same is not None:
+            same.append(size)
+        elif size > 2 * _SHIFT:
+            rows, moved = torch.mm(x[:size], weight), torch.mm(x[_SHIFT : _SHIFT + size], weight)
+            if torch.equal(moved[: size - _SHIFT], rows[_SHIFT:]):  # a row's place does not matter
+                found.append((rows, [size]))
+    return [(rows, tuple(reversed(sizes))) for rows, sizes in found]
 
-    def agrees(self, x: Tensor, weight: Tensor, size: int) -> bool:
-        """Whether a block of `size` rows has these bits. It starts at another row, if it can."""
-        shift = min(_SHIFT, len(self.rows) - size)
-        return torch.equal(torch.mm(x[shift : shift + size], weight), self.rows[shift : shift + size])
 
-
-def _reference(x: Tensor, weight: Tensor, size: int) -> _Rows | None:
-    """The product of the first `size` rows, if its bits do not depend on a row's place."""
-    rows, moved = torch.mm(x[:size], weight), torch.mm(x[_SHIFT : _SHIFT + size], weight)
-    return _Rows(rows) if torch.equal(moved[: size - _SHIFT], rows[_SHIFT:]) else None
+def _agrees(x: Tensor, weight: Tensor, size: int, rows: Tensor) -> bool:
+    """Whether a block of `size` rows has the bits of `rows`. It starts at another row, if it can."""
+    shift = min(_SHIFT, len(rows) - size)
+    return torch.equal(torch.mm(x[shift : shift + size], weight), rows[shift : shift + size])
