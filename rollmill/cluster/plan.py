@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rollmill.cluster.run import RunConfig
 from rollmill.errors import ConfigError
 from rollmill.models.config import ModelConfig
-from rollmill.models.counts import active_parameters, all_parameters
+from rollmill.models.counts import active_parameters, all_parameters, cache_numbers
 from rollmill.training.config import TrainingConfig
 from rollmill.training.kept import HEAD_BYTES, STATE_BYTES, fitting_tokens, kept_bytes, recomputes_mlp
 from rollmill.training.stage import RolloutSettings, StageSection
@@ -233,7 +233,7 @@ def plan_engine(
 
 def cache_bytes(model: ModelConfig, fp8: bool = False) -> int:
     """Of the KV cache, per token, in bf16 or FP8."""
-    return (1 if fp8 else 2) * model.layers * model.kv_heads * (model.head_dim + model.value_dim)
+    return (1 if fp8 else 2) * cache_numbers(model)
 
 
 def decode_seconds(model: ModelConfig, form: str, gpu: Gpu, batch: int, context: float, gpus: int = 1) -> float:

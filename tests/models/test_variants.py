@@ -16,6 +16,7 @@ from rollmill.inference.embedded.scheduler import Work
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
+from rollmill.models.counts import cache_numbers
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.models.huggingface.config import read_layout
@@ -78,6 +79,7 @@ def test_an_engine_keeps_one_latent_for_all_heads() -> None:
     cache = KVCache(config, blocks=32, block_size=4)
     assert cache.keys.shape == (config.layers, 33 * 4, LATENT.kv_rank + LATENT.rope_dim)
     assert cache.values.data_ptr() == cache.keys.data_ptr(), "a part of it is their value"
+    assert cache.keys.numel() == 33 * 4 * cache_numbers(config), "`rollmill plan` counts the same"
 
 
 def _generation(tokens: list[int], blocks: list[int]) -> Generation:
