@@ -3,9 +3,10 @@
     python -m benchmarks.engine [--quick] [--ours] [--only CELL …]
 
 Same weights, prompts and lengths for all, prefill included, sampled at temperature 1 in one run: our engine, `generate`
-of transformers, and its continuous batching where it runs. Some cells are measured with exact numerics too. On CUDA
-also the memory-bandwidth floor: the bytes of all weights and of the mean KV cache, read once per decode step at 4.8
-TB/s. There only some cells have peers, which take half a minute each. On a CPU the models are smaller, without floor.
+of transformers, and its continuous batching where it runs. Some cells are also measured with exact numerics, or with
+the KV cache in FP8. On CUDA also the memory-bandwidth floor: the bytes of all weights and of the mean KV cache, read
+once per decode step at 4.8 TB/s. There only some cells have peers, which take half a minute each. On a CPU the models
+are smaller, without floor.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Cell(NamedTuple):
     new: int
     peers: tuple[str, ...] = ("transformers", "transformers_continuous")
     exact: bool = False  # also with exact numerics
+    fp8_kv: bool = False  # also with keys and values in FP8
 
     @property
     def model(self) -> ModelConfig:
@@ -76,10 +78,10 @@ class Cell(NamedTuple):
 
 def cells(device: Device, quick: bool) -> list[Cell]:
     if device == "cuda":
-        dense = [Cell("dense", SMOLLM2, batch, 128, 256, ()) for batch in (1, 32, 1024)]
+        dense = [Cell("dense", SMOLLM2, batch, 128, 256, (), fp8_kv=batch == 1024) for batch in (1, 32, 1024)]
         mixture = [Cell("mixture", MIXTURE, batch, 128, 256, (), exact=batch == 256) for batch in (256, 1024)]
         llama = Cell("llama-1b", LLAMA_1B, 256, 128, 256, ("transformers",))
-        latent = Cell("latent", LATENT, 256, 1024, 256, (), exact=True)
+        latent = Cell("latent", LATENT, 256, 1024, 256, (), exact=True, fp8_kv=True)
         own = Cell("dense", SMOLLM2, 256, 128, 256, exact=True)
         return [*dense, own, *mixture, llama, latent][: 4 if quick else None]
     shape, new = (SMALL, 16) if quick else (SMOLLM2, 32)
@@ -118,6 +120,8 @@ def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: d
         figures[f"{key}_exact"] = exact = asyncio.run(_ours(cell, model, device, prompts, exact=True))
         if device == "cuda":
             bars[f"{key}_exact_slowdown"] = at_most(ours / exact, 1.15)
+    if cell.fp8_kv:
+        figures[f"{key}_fp8_kv"] = asyncio.run(_ours(cell, model, device, prompts, fp8_kv=True))
     peers = _peers(cell, model, prompts) if cell.peers and has("transformers") else {}
     figures |= {f"{key}_{name}": value for name, value in peers.items()}
     tokens, share, times = BARS.get((cell.name, cell.batch), (None, None, None)) if device == "cuda" else (None,) * 3
@@ -131,9 +135,11 @@ def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: d
         bars[f"{key}_times_transformers"] = at_least(ours / peers["transformers"], times)
 
 
-async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[int]], *, exact: bool = False) -> float:
+async def _ours(
+    cell: Cell, model: Decoder, device: Device, prompts: list[list[int]], *, exact: bool = False, fp8_kv: bool = False
+) -> float:
     """Tokens per second."""
-    async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new, exact) as engine:
+    async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new, exact, fp8_kv) as engine:
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=cell.new, seed=1)
         warm = Sampling(max_tokens=24, seed=1)
@@ -177,8 +183,11 @@ async def _first(engine: EmbeddedEngine, session: str, tokens: list[int]) -> flo
     return times[0]
 
 
-def _engine(model: ModelConfig, device: Device, batch: int, context: int, exact: bool = False) -> EmbeddedEngine:
+def _engine(
+    model: ModelConfig, device: Device, batch: int, context: int, exact: bool = False, fp8_kv: bool = False
+) -> EmbeddedEngine:
     config = EngineConfig(
+        fp8_kv=fp8_kv,
         max_batch=batch,
         cache_tokens=(batch + 1) * -(-context // 16) * 16,
         prefill_chunk=16384 if device == "cuda" else 2048,
