@@ -21,7 +21,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import device_digest, round_to_form_
 from tests.inference.test_switch import changed
 from tests.inference.world import PROMPT, TINY, Whole, engine_at, generate, make_update, request, until, use_device
-from tests.kernels import DEVICE, INTERPRETED, cuda, without_kernels
+from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 
 # The interpreter takes milliseconds per token: all sizes are a quarter, those of tiles too. In bf16 no token of these
 # prompts has experts so nearly alike that rounding chooses others.
@@ -194,6 +194,18 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: str, form: str) -> None:
         assert torch.equal(logits, alone.logits[key]), key
     for key, logits in prompt.logits.items():
         assert torch.equal(logits, together.logits[key]), key
+
+
+@hopper
+@pytest.mark.kernels
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("shape", ["smollm2", "normed"])
+def test_the_pass_of_decode_steps_has_the_bits_of_any_other_with_exact_numerics(shape: str) -> None:
+    model = model_of(SHAPES[shape] if not INTERPRETED else SHAPES[shape].model_copy(update={"experts": 0}))
+    model.compute_exactly()
+    joined, apart = (in_chunks(device_steps(model, joined=joined)) for joined in (True, False))
+    assert all(torch.equal(logits, apart.logits[key]) for key, logits in joined.logits.items())
+    assert largest_difference(joined, apart) == 0
 
 
 @pytest.mark.usefixtures("engine_on_cuda")

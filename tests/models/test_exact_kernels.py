@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from rollmill.inference.embedded.paged_triton import heads_together
 from rollmill.models.kernels import exact_triton, ordered_attention_triton
 from rollmill.models.kernels.attention_triton import Tiles
+from rollmill.models.kernels.fused_triton import swiglu_forward
 from rollmill.models.kernels.swiglu_triton import swiglu_product
 
 pytestmark = [pytest.mark.kernels, hopper]
@@ -58,8 +59,10 @@ def test_experts_and_joined_products_have_the_bits_of_plain_ones() -> None:
         x, weight = drawn(4096 + 40, inputs), drawn(outputs, inputs)
         gate, up = exact_triton.product(x, weight.t()).float().chunk(2, 1)
         joined = swiglu_product(x, weight, exact=True)
-        few = torch.cat([swiglu_product(part, weight, exact=True) for part in x.split(1000)])
-        assert torch.equal(joined, few)
+        for rows in (1, 7, 256, 1000):
+            assert torch.equal(joined[-rows:], swiglu_product(x[-rows:], weight, exact=True)), rows
+            apart = swiglu_forward(exact_triton.product(x[-rows:], weight.t()))
+            assert torch.equal(joined[-rows:], apart), rows
         torch.testing.assert_close(joined.float(), gate * gate.sigmoid() * up, atol=0.05, rtol=0.02)
         experts = drawn(8, inputs, outputs)
         for counts in ([1, 0, 3, 8, 256, 64, 65, 3739], [517] * 8, [1] * 8, [0, 0, 0, 0, 0, 0, 0, 4136]):

@@ -129,6 +129,8 @@ def joined_products() -> None:
 
     x, weight, grad = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((4096, 64), (256, 64), (4096, 128)))
     swiglu_triton.swiglu_product(x, weight)
+    for rows in (1, 70, 1000):
+        swiglu_triton.swiglu_product(x[:rows], weight, exact=True)
     swiglu_triton.swiglu_product_backward(x, weight, grad)
 
 
@@ -228,6 +230,20 @@ def engines() -> None:
                 test_device.in_chunks(test_device.Steps(runner))
 
 
+def exact_steps() -> None:
+    from rollmill.inference.embedded.decode_pass import decode_pass
+    from rollmill.inference.embedded.plans import make_plan
+
+    (one,) = test_device.make_generations([30])
+    for name, dim in (("smollm2", 64), ("smollm2", 128), ("normed", 32)):
+        sizes = {"experts": 0, "layers": 1, "head_dim": dim}
+        model = Decoder(test_device.SHAPES[name].model_copy(update=sizes), torch.bfloat16)
+        model.initialise(0)
+        model.compute_exactly()
+        cache = test_device.cache_of(model)
+        decode_pass(model, cache, make_plan(cache, [Work(one, 29, 1)]))
+
+
 def latents() -> None:
     """DeepSeek-V2-Lite's and DeepSeek-V3's, of an engine and of a trainer."""
     from rollmill.inference.embedded.paged_triton import TritonAttention, tile_positions
@@ -300,6 +316,7 @@ def test_every_kernel_compiles(compiler: Compiler) -> None:
         quantisers,
         updates,
         engines,
+        exact_steps,
         latents,
     ):
         drive()

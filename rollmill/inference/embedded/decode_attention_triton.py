@@ -4,6 +4,8 @@ A program takes one sequence and one KV head, with all query heads that share it
 page, and enter the sums from registers. The time is that of the loads: with few programs each takes many keys at once,
 with many programs each is one warp, so that many run at once on a multiprocessor. Among the kernels of `narrow_triton`
 it starts early, by their rules.
+
+With exact numerics the sums are those of `ordered_attention_triton`: in its order, with its tiles of 64 rows.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollmill.inference.embedded import paged_triton
 from rollmill.inference.embedded.cache import KVCache
-from rollmill.inference.embedded.paged_triton import Plan, kept
+from rollmill.inference.embedded.paged_triton import Plan, heads_together, kept
 from rollmill.models.kernels.narrow_triton import begin, starts_early
+from rollmill.models.kernels.ordered_attention_triton import LOG2_E, shape_of, weigh
+from rollmill.models.kernels.rotate_triton import turned
 
 FEW = {"KEYS": 128, "num_warps": 4, "num_stages": 2}
 MANY = {"KEYS": 32, "num_warps": 1, "num_stages": 5}  # measured on an H200
 _FEW_PROGRAMS = 132  # the multiprocessors of an H200
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -48,7 +52,7 @@ def _rotated(x, y, d, weight_ptr, cos, sin, eps, D: tl.constexpr, NORM: tl.const
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = (x * scale * tl.load(weight_ptr + d).to(tl.float32)).to(kind).to(tl.float32)
         y = (y * scale * tl.load(weight_ptr + (d + D // 2) % D).to(tl.float32)).to(kind).to(tl.float32)
-    return (x * cos + y * sin).to(kind)
+    return turned(x, y, cos, sin).to(kind)
 
 
 @triton.jit(do_not_specialize=["pages"])
@@ -123,8 +127,86 @@ def attend_one(
     dials = FEW if len(qkv) * heads <= _FEW_PROGRAMS else MANY
     _attend_one[(len(qkv), heads)](
         qkv, *angles, *(norms or (qkv, qkv)), cache.keys[layer], cache.values[layer], plan.positions_N,
-        plan.tables_SP, out, plan.tables_SP.stride(0), dim**-0.5 * _LOG2_E, eps, NORM=norms is not None, GROUP=group,
+        plan.tables_SP, out, plan.tables_SP.stride(0), dim**-0.5 * LOG2_E, eps, NORM=norms is not None, GROUP=group,
         ROWS=max(16, int(triton.next_power_of_2(group))), HEADS=heads, PAGE=cache.block_size, D=dim, EARLY=early,
         launch_pdl=early, **dials,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _load_keys(keys_ptr, values_ptr, table_ptr, key, known, head, d, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    if known is not None:
+        block = tl.load(table_ptr + key // PAGE, known, 0).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + key // PAGE).to(tl.int64)
+    at = ((block * HEADS + head) * PAGE + key % PAGE)[:, None] * D + d
+    if known is not None:
+        return tl.load(keys_ptr + at, known[:, None], 0.0), tl.load(values_ptr + at, known[:, None], 0.0)
+    return tl.load(keys_ptr + at), tl.load(values_ptr + at)
+
+
+@triton.jit(do_not_specialize=["pages"])
+def _attend_exactly(
+    qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, positions_ptr, tables_ptr, out_ptr, pages, scale,
+    ROTATE: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """TOGETHER query heads that share a KV head."""
+    sequence, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOGETHER
+    head = first // GROUP
+    table_ptr = tables_ptr + sequence * pages
+    own = qkv_ptr + sequence * (GROUP + 2) * HEADS * D
+    row, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    inside = (row < TOGETHER) & (d >= 0)
+    position = tl.load(positions_ptr + sequence)
+    q, q_other = _halves(own, (first + row) * D, d, inside, D, "")
+    k, k_other = _halves(own, (GROUP * HEADS + head + tl.zeros([1, 1], tl.int32)) * D, d, d >= 0, D, "")
+    v = tl.load(own + ((GROUP + 1) * HEADS + head) * D + d)
+    # the last keys are loaded before the others, so that nobody waits for them at the end
+    whole = position // KEYS * KEYS
+    last = whole + tl.arange(0, KEYS)
+    last_k, last_v = _load_keys(
+        keys_ptr, values_ptr, table_ptr, last, last < position, head, d, HEADS, PAGE, D)  # fmt: skip
+    if ROTATE:
+        page, cos, sin = _place(position, table_ptr, cos_ptr, sin_ptr, d, PAGE, D, "")
+        sin = tl.where(d < D // 2, -sin, sin)
+        q = _rotated(q, q_other, d, None, cos, sin, 0.0, D, False)
+        k = _rotated(k, k_other, d, None, cos, sin, 0.0, D, False)
+    else:
+        page = tl.load(table_ptr + position // PAGE).to(tl.int64)
+    if first % GROUP == 0:
+        slot = (page * HEADS + head) * PAGE + position % PAGE
+        tl.store(keys_ptr + slot * D + d, k)
+        tl.store(values_ptr + slot * D + d, v)
+    new = (last == position)[:, None]
+    last_k, last_v = tl.where(new, k, last_k), tl.where(new, v, last_v)
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, D], tl.float32)
+    for start in tl.range(0, whole, KEYS):
+        old_k, old_v = _load_keys(
+            keys_ptr, values_ptr, table_ptr, start + tl.arange(0, KEYS), None, head, d, HEADS, PAGE, D)  # fmt: skip
+        largest, total, out = weigh(q, None, old_k, None, old_v, scale, largest, total, out, None)
+    keep = (last <= position)[None, :] & (row >= 0)
+    largest, total, out = weigh(q, None, last_k, None, last_v, scale, largest, total, out, keep)
+    out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (sequence * HEADS * GROUP + first + row) * D + d, out, inside)
+
+
+def attend_one_exactly(
+    qkv: Tensor, angles: tuple[Tensor, Tensor] | None, cache: KVCache, layer: int, plan: Plan
+) -> Tensor:
+    """[B, H · D] with the bits of a trainer's exact attention. `angles`: None if the heads are rotated already."""
+    heads, group, dim = cache.kv_heads, cache.group, cache.head_dim
+    together = heads_together(group)
+    shape = shape_of(heads, group, dim, dim, paged_triton.ROWS, together=together, latent=False)
+    sizes = {name: shape[name] for name in ("GROUP", "TOGETHER", "HEADS", "ROWS", "KEYS", "num_warps")}
+    out = torch.empty((len(qkv), heads * group * dim), dtype=qkv.dtype, device=qkv.device)
+    _attend_exactly[(len(qkv), heads * group // together)](
+        qkv, *(angles or (qkv, qkv)), cache.keys[layer], cache.values[layer], plan.positions_N, plan.tables_SP, out,
+        plan.tables_SP.stride(0), dim**-0.5 * LOG2_E, ROTATE=angles is not None, PAGE=cache.block_size, D=dim, **sizes,
+        num_stages=5 if dim <= 64 else 2,  # measured on an H200
     )  # fmt: skip
     return out

@@ -50,7 +50,7 @@ class DeviceRunner:
         """`longest` is the number of positions of the longest possible context."""
         model.attend_latents()
         self.model, self._cache, self.graphs = model, cache, model.recordable
-        self.joined = True  # whether decode steps have a pass of their own, with other bits (`decode_pass`)
+        self.joined = True  # whether decode steps have a pass of their own (`decode_pass`)
         self._pages, self._most_tokens = -(-longest // cache.block_size), most_tokens(model.config)
         self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for
         self._last: _Decode | None = None  # of the last burst

@@ -91,7 +91,7 @@ class TritonAttention:
         rows = max(ROWS if exact else _FEWEST_ROWS, triton.next_power_of_2(positions * together))
         sizes = (cache.kv_heads, cache.group, cache.head_dim, cache.value_dim)
         self._shape = shape_of(*sizes, rows, together=together, latent=latent)
-        if exact and positions == 1 and max(cache.head_dim, cache.value_dim) <= 128:
+        if exact and positions == 1 and max(cache.head_dim, cache.value_dim) <= 64:
             self._shape["num_stages"] = 5  # single tokens wait for memory; measured on an H200
         width = 0 if latent else cache.value_dim
         self._stored = {"HEADS": cache.kv_heads, "DIM": cache.head_dim, "VALUE_DIM": width}

@@ -37,7 +37,7 @@ def _rows(ptr, at, column, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weigh(q, q_rest, k, k_rest, v, scale, largest, total, out, keep):
+def weigh(q, q_rest, k, k_rest, v, scale, largest, total, out, keep):
     """Adds one block of keys; earlier sums are rescaled if the maximum grew."""
     scores = tl.dot(q, k.T)
     if q_rest is not None:
@@ -109,7 +109,7 @@ def _attend(
         k = _rows(keys_ptr, k_at, d, None, DIM, BLOCK_D).to(q.dtype)
         k_rest = _rows(keys_ptr, k_at + DIM, rest, None, REST, BLOCK_R).to(q.dtype) if REST else None
         v = k if REST else _rows(values_ptr, v_at, e, None, VALUE_DIM, BLOCK_E).to(q.dtype)
-        largest, total, out = _weigh(q, q_rest, k, k_rest, v, scale, largest, total, out, None)
+        largest, total, out = weigh(q, q_rest, k, k_rest, v, scale, largest, total, out, None)
     for begin in tl.range(whole, length, KEYS):
         key = begin + tl.arange(0, KEYS)
         k_at, v_at = _places(table_ptr, base, key, key < length, kv_head, k_row, k_head, v_row, v_head, HEADS, PAGED,
@@ -119,7 +119,7 @@ def _attend(
         v = k if REST else _rows(values_ptr, v_at, e, key < length, VALUE_DIM, BLOCK_E).to(q.dtype)
         # the first block has a key for every row, so no row is empty
         keep = key[None, :] <= position[:, None]
-        largest, total, out = _weigh(q, q_rest, k, k_rest, v, scale, largest, total, out, keep)
+        largest, total, out = weigh(q, q_rest, k, k_rest, v, scale, largest, total, out, keep)
     if not PAGED:
         line = tl.load(tile + 1)
         tl.store(sums_ptr + head * width + line + position, largest + tl.log2(total), inside)

@@ -21,6 +21,12 @@ def _power(size: int) -> int:
 
 
 @triton.jit
+def turned(x, other, cos, sin):
+    """Joined explicitly: otherwise the compiler decides, and an engine's kernel must have the bits of a trainer's."""
+    return tl.fma(x, cos + tl.zeros_like(x), other * sin)
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr, out_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, tokens, width, eps, Q: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -42,8 +48,8 @@ def _rotate_heads(
     angle = token * (D // 2) + pair
     cos = tl.load(cos_ptr + angle, pair < D // 2, 0.0)
     sin = tl.load(sin_ptr + angle, pair < D // 2, 0.0)
-    tl.store(out_ptr + at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), inside)
-    tl.store(out_ptr + at + D // 2, (second * cos + first * sin).to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + at, turned(first, second, cos, -sin).to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + at + D // 2, turned(second, first, cos, sin).to(out_ptr.dtype.element_ty), inside)
     if NORM:  # a new tensor, so v must be copied too
         value = Q * D + K * D + head * D + pair
         is_v = (head < K) & (pair < D // 2)
