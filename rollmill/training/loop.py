@@ -145,7 +145,11 @@ class Trainer(Generic[Batch]):
             if self._saved < 0:
                 with self._explained("the model with its optimizer"):
                     self._start()
-            self._run_steps(until)
+            try:
+                self._run_steps(until)
+            except Exception:
+                self._warn_unwritten()
+                raise
             self._settle()
             if self.step == until and self.step not in self._published:
                 self._publish()
@@ -252,6 +256,13 @@ class Trainer(Generic[Batch]):
                 self._saved = written.step
                 self._hold_versions()
         return written
+
+    def _warn_unwritten(self) -> None:
+        """A step has failed. Its error must not hide that the step before it could not be written."""
+        try:
+            self._writing.wait()
+        except Exception as error:
+            telemetry.emit("warning", step=self.step, text=f"step {self.step} was not written: {error}")
 
     def _commit(self, manifest: Manifest) -> None:
         if self._placement.first:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rollmill.errors import TrainingError
+from rollmill import telemetry
+from rollmill.errors import StorageError, TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device
 from rollmill.storage.objects import Objects
@@ -75,6 +78,32 @@ def test_on_the_cpu_the_error_says_what_was_tried_and_nothing_is_lost(tmp_path: 
     assert weights.numbers("main")[:2] == [0, 1]  # version 2 is written while step 3 takes the memory
     make_trainer(tmp_path, "cpu").run(2)
     assert (weights.lines(), weights.numbers("main")) == (["main"], [0, 1, 2]), "the run can continue"
+
+
+def test_the_error_of_a_step_does_not_hide_that_the_step_before_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = make_trainer(tmp_path, "cpu")
+    events: list[tuple[str, dict[str, Any]]] = []
+    trainer.run(1)
+    monkeypatch.setattr(telemetry, "emit", lambda kind, **fields: events.append((kind, fields)))
+
+    def fail(*given: object) -> None:
+        raise StorageError("the disk is full")
+
+    def run_out(*given: object) -> None:
+        while not trainer._writing.failed():
+            time.sleep(0.01)
+        raise TrainingError("step 3 ran out of memory")
+
+    monkeypatch.setattr(trainer._publisher, "publish", fail)
+    backward = trainer._objective.backward
+    steps = iter([backward, run_out])
+    monkeypatch.setattr(trainer._objective, "backward", lambda *given: next(steps)(*given))
+    with pytest.raises(TrainingError, match="step 3 ran out of memory"):
+        trainer.run(9)
+    warnings = [fields["text"] for kind, fields in events if kind == "warning"]
+    assert warnings == ["step 2 was not written: storage: the disk is full"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
