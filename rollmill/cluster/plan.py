@@ -227,7 +227,7 @@ def plan_engine(
     memory = gpu.memory * each / (2 if shared else 1)
     cache = max(0, int((0.9 * memory - weights) // cache_bytes(model, fp8_kv)))
     batch = max(1, min(max_batch, cache // max(1, context)))
-    seconds = decode_seconds(model, form, gpu, batch, context / 2, each)
+    seconds = decode_seconds(model, form, gpu, batch, context / 2, each, fp8_kv)
     return EnginePlan(gpus // each, each, weights, cache, batch, batch / seconds)
 
 
@@ -236,15 +236,18 @@ def cache_bytes(model: ModelConfig, fp8: bool = False) -> int:
     return (1 if fp8 else 2) * cache_numbers(model)
 
 
-def decode_seconds(model: ModelConfig, form: str, gpu: Gpu, batch: int, context: float, gpus: int = 1) -> float:
-    """Seconds of one decode step with `context` tokens per sequence."""
+def decode_seconds(
+    model: ModelConfig, form: str, gpu: Gpu, batch: int, context: float, gpus: int = 1, fp8_kv: bool = False
+) -> float:
+    """Seconds of one decode step with `context` tokens per sequence. FP8 latents are not read faster (measured)."""
     experts = 3 * model.width * model.expert_width * model.moe_layers
     read = 1 - (1 - model.experts_per_token / model.experts) ** batch if model.experts else 0.0
     idle = experts * model.experts * (1 - read)
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.width
     weights = (all_parameters(model) - embedding - idle) * BYTES_PER_WEIGHT[form]
     each = MIXTURE_SEQUENCE_S if model.experts else SEQUENCE_S
-    return (weights + batch * context * cache_bytes(model)) / (gpu.bandwidth * gpus) + DECODE_S + each * batch
+    held = batch * context * cache_bytes(model, fp8_kv and model.latent is None)
+    return (weights + held) / (gpu.bandwidth * gpus) + DECODE_S + each * batch
 
 
 def delta_bytes(model: ModelConfig, form: str, lr: float) -> float:

@@ -105,20 +105,21 @@ def test_the_memory_of_a_training_step(model: ModelConfig, recompute: bool, toke
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "measured"),
+    ("model", "batch", "fp8_kv", "measured"),
     [
-        (SMOLLM2, 32, 30_484),
-        (SMOLLM2, 256, 156_737),
-        (SMOLLM2, 1024, 250_964),
-        (LLAMA_1B, 256, 93_077),
-        (MIXTURE, 256, 111_683),
-        (MIXTURE, 1024, 184_164),
+        (SMOLLM2, 32, False, 30_484),
+        (SMOLLM2, 256, False, 156_737),
+        (SMOLLM2, 1024, False, 250_964),
+        (SMOLLM2, 1024, True, 284_457),
+        (LLAMA_1B, 256, False, 93_077),
+        (MIXTURE, 256, False, 111_683),
+        (MIXTURE, 1024, False, 184_164),
     ],
 )
-def test_the_speed_of_an_engine(model: ModelConfig, batch: int, measured: float) -> None:
+def test_the_speed_of_an_engine(model: ModelConfig, batch: int, fp8_kv: bool, measured: float) -> None:
     """`batch` prompts of 128 tokens at once, 256 sampled tokens each."""
     prompts = batch * 128 * 2 * active_parameters(model) / H200.operations
-    decoding = 256 * decode_seconds(model, "bf16", H200, batch, 128 + 256 / 2)
+    decoding = 256 * decode_seconds(model, "bf16", H200, batch, 128 + 256 / 2, fp8_kv=fp8_kv)
     assert batch * 256 / (prompts + decoding) == pytest.approx(measured, rel=0.1)
 
 
