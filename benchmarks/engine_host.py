@@ -44,7 +44,7 @@ class InstantRunner:
             room = 1 << (batch - 1).bit_length()
             self._decode = _Decode(loop._model, loop._cache, room, (PROMPT + NEW) // loop._config.block_size + 1)
 
-    def warm_up(self, rows: int, tokens: int) -> None:
+    def warm_up(self, rows: int, tokens: int, guessed: int) -> None:
         pass
 
     def run(self, work: Sequence[Work]) -> StepOutput:

@@ -41,9 +41,9 @@ class EngineConfig(Config):
         0,
         ge=0,
         le=64,
-        description="Prompt lookup: most tokens guessed ahead per step, from earlier text of the context. It works on "
-        "a CPU with up to four running requests. Tokens and log-probs stay those of the model. Larger is faster when "
-        "answers repeat the prompt; 0 turns it off.",
+        description="Prompt lookup: most tokens guessed ahead per step, from earlier text of the context, while up to "
+        "four requests run. Tokens and log-probs stay those of the model. Larger is faster when answers repeat the "
+        "prompt; 0 turns it off.",
     )
     recompute_kv: bool = Field(
         False,

@@ -63,7 +63,7 @@ class Stepwise:
         self._rows: list[Row | None] = []
         self._given: list[np.ndarray] = []  # routes of the last launches
 
-    def warm_up(self, rows: int, tokens: int) -> None:
+    def warm_up(self, rows: int, tokens: int, guessed: int) -> None:
         pass
 
     def run(self, work: Sequence[Work]) -> StepOutput:
@@ -118,8 +118,8 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths.clear()
     monkeypatch.setattr("rollmill.inference.embedded.decode_loop.make_runner", Stepwise)
 
-    def as_on_cuda(config: EngineConfig, drafts: int, *, prompts_first: bool) -> Scheduler:
-        return Scheduler(config, drafts, prompts_first=True)
+    def as_on_cuda(config: EngineConfig, drafts: int, **_: bool) -> Scheduler:
+        return Scheduler(config, drafts, prompts_first=True, long_guesses=True)
 
     monkeypatch.setattr("rollmill.inference.embedded.decode_loop.Scheduler", as_on_cuda)
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import BurstRunner, Runner, StepRunner
 from rollmill.inference.embedded.sampler import sample
-from rollmill.inference.embedded.scheduler import Work
+from rollmill.inference.embedded.scheduler import DRAFTED_POSITIONS, DRAFTING_BATCH, Scheduler, Work
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import device_digest, round_to_form_
@@ -167,6 +168,46 @@ def test_the_tiles_that_attend_to_the_most_keys_begin_first() -> None:
     expected = [(at, min(size, 30 - at), at, 0) for at in range(0, 30, size)]
     expected += [(30 + at, min(size, 50 - at), 50 + at, 1) for at in range(0, 50, size)]
     assert sorted(map(tuple, tiles)) == sorted(expected)
+
+
+@pytest.mark.kernels
+def test_steps_with_guesses_have_few_shapes_and_these_are_warm() -> None:
+    from rollmill.inference.embedded.plans import MOST_ROWS, drafted_shapes, shape_of
+    from rollmill.inference.embedded.runner import sampled_rows
+
+    assert DRAFTED_POSITIONS <= MOST_ROWS and len(drafted_shapes(4 * 9)) == 4 and len(drafted_shapes(128)) == 7
+    for draft_tokens, batch in itertools.product((1, 8, 64), range(1, DRAFTING_BATCH + 1)):
+        scheduler = Scheduler(EngineConfig(max_batch=batch), draft_tokens)
+        warm = drafted_shapes(scheduler.guessed_positions)
+        most = min(draft_tokens, DRAFTED_POSITIONS // batch - 1)
+        for counts in itertools.product({0, 1, most // 2, most}, repeat=batch):
+            generations = make_generations([5] * batch)
+            work = [Work(one, 4, 1 + count, (0,) * count) for one, count in zip(generations, counts, strict=True)]
+            if any(counts):
+                shape = shape_of(work, 1000)
+                assert shape in warm and len(sampled_rows(work)) <= shape.rows and batch <= shape.sequences
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("small_tiles")
+def test_guessed_positions_have_the_logits_of_single_steps() -> None:
+    """One sequence has guesses, another has none. On CUDA the step is recorded meanwhile."""
+    model = model_of(SHAPES["smollm2"], torch.float32 if INTERPRETED else torch.bfloat16)
+    single, guessing, following = device_steps(model, joined=False), runner_of(model), (3, 1, 2)
+    for turn in range(1 if INTERPRETED else 4):
+        first, second = make_generations([9 + turn, 5])
+        for one in (single._runner, guessing):
+            one.run([Work(item, 0, len(item.tokens)) for item in (first, second)])
+        work = [Work(first, len(first.tokens) - 1, 4, following), Work(second, 4, 1)]
+        guessed = guessing.run(work).logits.cpu()
+        expected = []
+        for token in (*following, 0):
+            one = single._runner.run([Work(first, len(first.tokens) - 1, 1), Work(second, 4, 1)]).logits.cpu()
+            expected.append(one[0])
+            first.tokens.append(token)
+        torch.testing.assert_close(
+            guessed, torch.stack([*expected, one[1]]), atol=1e-4 if INTERPRETED else 0.05, rtol=0
+        )
 
 
 @cuda

@@ -152,7 +152,7 @@ async def sample(
         turns += await converse(engine, 20, model)  # alone, so that guesses are made
         metrics = engine.metrics()
     assert metrics["prefix_hit_tokens_total"] > 0
-    assert metrics["draft_tokens_right_total"] > 0 or device == "cuda"  # no guesses there
+    assert metrics["draft_tokens_right_total"] > 0
     return turns
 
 

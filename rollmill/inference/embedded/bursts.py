@@ -10,7 +10,8 @@ everything in order. From burst 3 on, its row is empty. When somebody can join, 
 recorded and a step is scheduled as usual.
 
 Only requests that are sampled with nothing but a temperature take part. Nobody joins and no weights change inside a
-burst, so it is kept short: SECONDS at most, and one step if a request waits for a place.
+burst, so it is kept short: SECONDS at most, and one step if a request waits for a place. Where tokens are guessed, a
+burst ends when a context is to be looked up again, and the next begins after that (`drafts`).
 """
 
 from __future__ import annotations
@@ -114,9 +115,11 @@ class Bursts:
 
     def _reserve(self, rows: Sequence[Generation | None], starts: np.ndarray, steps: int) -> int:
         """Reserves pages for as many of `steps` steps as there are pages, at least one; else returns 0. Positions at
-        the limit are never computed for a token."""
+        the limit are never computed for a token. 0 also if a context is to be looked up first."""
         live = [(one, start) for one, start in zip(rows, starts.tolist(), strict=True) if one is not None]
         steps = min(steps, max(one.limit - 1 - start for one, start in live))
+        if self._scheduler.guesses:
+            steps = min(steps, *(one.drafts.next_look - 1 - start for one, start in live))
         while steps > 0:
             if self._scheduler.reserve_ahead([(one, min(start + steps, one.limit - 1)) for one, start in live]):
                 return steps

@@ -78,9 +78,8 @@ class DecodeLoop:
         form: str,
         exact: bool = False,
     ) -> None:
-        # no guesses on CUDA: a step with guesses is not recorded as a graph, and its speed was not measured there
-        on_cpu = device.type == "cpu"
-        self.scheduler = Scheduler(config, config.draft_tokens if on_cpu else 0, prompts_first=not on_cpu)
+        on_cuda = device.type != "cpu"
+        self.scheduler = Scheduler(config, config.draft_tokens, prompts_first=on_cuda, long_guesses=on_cuda)
         self.policy: PolicyRef | None = None
         self.paused = self.draining = False
         self.ended: Future[None] = Future()  # holds the error that stopped the decode loop, if one did
@@ -174,7 +173,8 @@ class DecodeLoop:
         seconds = time.monotonic() - started
         self._activity.applied(seconds)
         if isinstance(self._runner, BurstRunner) and not self._warm:
-            self._runner.warm_up(self._config.max_batch, self._config.prefill_chunk)
+            guessed = self.scheduler.guessed_positions
+            self._runner.warm_up(self._config.max_batch, self._config.prefill_chunk, guessed)
             self._warm = True
             collect_rarely()
         for generation in self.scheduler.everyone():
@@ -278,8 +278,8 @@ class DecodeLoop:
         record = self._launch(work, policy)
         self._record_all()
         self._ahead = record
-        if self._bursts is None or not self.scheduler.filled:
-            self._record_all()
+        if self._bursts is None or not self.scheduler.filled or any(item.drafts for item in work):
+            self._record_all()  # how far a context with guesses is computed is not known before
         return True
 
     def _record_all(self) -> None:

@@ -5,9 +5,9 @@
                                                   └────── burst: the drawn tokens are the next step's ───┘
 
 Decode steps (one new position per sequence) have few shapes, because the number of sequences is rounded up to a power
-of two, and so have small steps with prompts (`plans`). Such a step is recorded as a CUDA graph the second time, one
-with prompts the third time, and replayed from then on: launching a thousand kernels from Python takes several times as
-long as running them. Padding rows use the spare page, which no sequence owns.
+of two, and so have small steps with prompts or guesses (`plans`). A decode step is recorded as a CUDA graph the second
+time, another step the third time, and replayed from then on: launching a thousand kernels from Python takes several
+times as long as running them. Padding rows use the spare page, which no sequence owns.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
 from rollmill.inference.embedded.plans import (
     MOST_GRAPHS,
-    MOST_SEQUENCES,
+    MOST_ROWS,
     RECORDED_RUN,
     Prefill,
+    Shape,
     buffer,
     cut,
+    drafted_shapes,
     make_plan,
     most_tokens,
     room,
@@ -37,10 +39,12 @@ from rollmill.inference.embedded.plans import (
     shape_of,
 )
 from rollmill.inference.embedded.runner import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
+from rollmill.inference.embedded.sampler import Draw, sample
 from rollmill.inference.embedded.sampler_triton import Steps, draw_and_move
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import recording
+from rollmill.types import Sampling
 
 LONGEST_BURST = 16  # steps
 
@@ -54,7 +58,7 @@ class DeviceRunner:
         self._pages, self._most_tokens = -(-longest // cache.block_size), most_tokens(model.config)
         self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for
         self._last: _Decode | None = None  # of the last burst
-        self._prefills: dict[tuple[int, int], Prefill] = {}  # by tokens and sequences
+        self._prefills: dict[Shape, Prefill] = {}
         self._pool: Any = None  # memory shared by all graphs: only the output of the last run is read
 
     @torch.inference_mode()
@@ -80,9 +84,9 @@ class DeviceRunner:
         logits_MV = fp32_logits(self.model, output.hidden.index_select(0, rows_M))
         return logits_MV, narrow_routes(output.routes, self.model.config)
 
-    def _prefill_of(self, shape: tuple[int, int]) -> Prefill:
+    def _prefill_of(self, shape: Shape) -> Prefill:
         if shape not in self._prefills:
-            self._prefills[shape] = Prefill(self.model, self._cache, *shape, self._pages)
+            self._prefills[shape] = Prefill(self.model, self._cache, shape, self._pages)
         return self._prefills[shape]
 
     @torch.inference_mode()
@@ -101,14 +105,18 @@ class DeviceRunner:
         return self._last.fetch(len(rows), steps)
 
     @torch.inference_mode()
-    def warm_up(self, rows: int, tokens: int) -> None:
+    def warm_up(self, rows: int, tokens: int, guessed: int) -> None:
         for power in range((rows - 1).bit_length() + 1):
             self.launch([None] * (1 << power), [0] * (1 << power), 2)()
-        for count in (tokens, tokens * 3 // 4, tokens // 2, tokens // 4):
-            if 0 < count <= self._most_tokens:
-                prefill = self._prefill_of(rounded(count, MOST_SEQUENCES))
-                for _ in range(RECORDED_RUN):
-                    prefill.run([], self._graph_pool())
+        counts = (tokens, tokens * 3 // 4, tokens // 2, tokens // 4)
+        shapes = {rounded(count, MOST_ROWS) for count in counts if 0 < count <= self._most_tokens}
+        for shape in shapes | drafted_shapes(min(guessed, self._most_tokens)):
+            prefill = self._prefill_of(shape)
+            for _ in range(RECORDED_RUN):
+                prefill.run([], self._graph_pool())
+        for count in (2, 16) if guessed else ():  # the sampler is compiled for multiples of 16, and for other numbers
+            logits_MV = torch.zeros(count, self.model.config.vocab_size, device=self._cache.device)
+            sample(logits_MV, [Draw(Sampling(), 0, 1)] * count)
 
     def _graph_pool(self) -> Any:
         """None if steps are not recorded."""

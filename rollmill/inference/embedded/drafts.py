@@ -4,6 +4,9 @@ The guess is what followed the last three tokens where they occurred before. One
 each guessed token. Every position is drawn with its own random number, as it would be without a guess, and the draws
 count up to the first that is not the guessed token. So tokens and log-probs are those of the model, whatever is
 guessed, and keys and values of wrong guesses are overwritten by the next step.
+
+On a CPU a guess is looked for after every token. On CUDA tokens come in bursts, and looking costs the device a pause:
+it is done soon after a guess was right, and ever less often after that (`next_look`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 _MATCH = 3  # tokens that must occur before
-_LONGEST_PAUSE = 64  # tokens without a guess, after guesses that were all wrong
+_LONGEST_PAUSE = 64  # tokens without a guess, after guesses that were all wrong, or where nothing repeats
+_SHORTEST_PAUSE = 4  # tokens without a look, in bursts
 
 
 class Drafts:
@@ -21,27 +25,35 @@ class Drafts:
         self._followed: dict[tuple[int, ...], int] = {}  # three tokens → where the token after their last occurrence is
         self._indexed = _MATCH
         self._length = 2
-        self._pause = self._wrong = 0
+        self._wrong = 0  # guesses in a row
+        self._resume = 0  # the length of the context before which there is no guess
+        self._fitted = 0  # the length up to which the last right guess reached; at first, where the answer begins
+        self.next_look = 0  # the length at which a burst should end, for the next guess
 
-    def guess(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that may follow."""
-        if self._pause:
-            self._pause -= 1
+    def guess(self, tokens: Sequence[int], most: int, *, grows: bool = True) -> tuple[int, ...]:
+        """Up to `most` tokens that may follow. With `grows`, only as many as are likely to be right."""
+        length = len(tokens)
+        if length < self._resume:
             return ()
-        for place in range(self._indexed, len(tokens)):
+        self._fitted = self._fitted or length
+        self.next_look = length + min(max((length - self._fitted) // 4, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+        for place in range(self._indexed, length):
             self._followed[tuple(tokens[place - _MATCH : place])] = place
-        self._indexed = max(_MATCH, len(tokens))
+        self._indexed = max(_MATCH, length)
         first = self._followed.get(tuple(tokens[-_MATCH:]))
         if first is None:
             return ()
-        period = len(tokens) - first  # a guess that reaches the end of the context goes on with itself
-        return tuple(tokens[first + index % period] for index in range(min(most, self._length)))
+        period = length - first  # a guess that reaches the end of the context goes on with itself
+        return tuple(tokens[first + index % period] for index in range(min(most, self._length) if grows else most))
 
     def learn(self, guessed: int, right: int, most: int) -> None:
-        """`right` of `guessed` tokens were right."""
+        """`right` of `guessed` tokens were right: those of the last guess."""
         self._length = min(most, 2 * self._length) if right == guessed else right + 1
-        self._wrong = 0 if right else self._wrong + 1
-        self._pause = 0 if right else min(_LONGEST_PAUSE, 2**self._wrong)
+        if right:
+            self._wrong, self._fitted = 0, self._indexed + right
+        else:
+            self._wrong += 1
+            self._resume = self.next_look = self._indexed + 1 + min(_LONGEST_PAUSE, 2**self._wrong)
 
 
 def count_right(drawn: Sequence[int], guessed: Sequence[int], stop_tokens: Collection[int]) -> int:

@@ -1,15 +1,15 @@
 """The plan of a step on CUDA, from the host's side: which tokens, where their keys go, which tiles attend.
 
 All parts are in one buffer, so that one copy brings them to the device. `Prefill` keeps such buffers for one shape, so
-that a step of that shape can be recorded as a CUDA graph: tokens and sequences are rounded up. Padding tokens are one
-more sequence, which has only the spare page; padding tiles have no tokens.
+that a step of that shape can be recorded as a CUDA graph: tokens, sequences and sampled rows are rounded up. Padding
+tokens are one more sequence, which has only the spare page; padding tiles have no tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,17 @@ from rollmill.models.counts import active_parameters
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import recording
 
-MOST_SEQUENCES, MOST_GRAPHS = 128, 32  # of a recorded step, and of such steps
+MOST_ROWS, MOST_GRAPHS = 128, 32  # of a recorded step: sequences and sampled rows; and the most such steps
 RECORDED_RUN = 3  # of a shape; many shapes never return
 _LAUNCH_SECONDS, _OPERATIONS = 2e-3, 4e14  # of a layer's launches from Python, while other threads run; per second
+
+
+class Shape(NamedTuple):
+    """What a recorded step has room for."""
+
+    tokens: int
+    sequences: int
+    rows: int  # after which tokens are drawn: one per sequence, and one per guess
 
 
 def make_plan(cache: KVCache, work: Sequence[Work]) -> Plan:
@@ -47,31 +55,38 @@ def most_tokens(model: ModelConfig) -> int:
     return min(16384, int(most))
 
 
-def shape_of(work: Sequence[Work], most: int) -> tuple[int, int] | None:
-    """(tokens, sequences) of the recorded step that has room for `work`. None if it has more than `most` tokens, or too
-    many sequences."""
-    tokens, sequences = sum(item.count for item in work), len(work)
-    if tokens > most or sequences > MOST_SEQUENCES:
+def shape_of(work: Sequence[Work], most: int) -> Shape | None:
+    """Of the recorded step that has room for `work`. None if it has more than `most` tokens, or too many sequences."""
+    tokens, sequences, guesses = sum(item.count for item in work), len(work), sum(len(item.drafts) for item in work)
+    if tokens > most or sequences + guesses > MOST_ROWS:
         return None
-    return rounded(tokens, sequences)
+    return rounded(tokens, sequences, guesses)
 
 
-def rounded(tokens: int, sequences: int) -> tuple[int, int]:
-    """Few shapes, so that they return soon: tokens are a power of two or three quarters of it; sequences 1, 16, or
-    MOST_SEQUENCES."""
+def rounded(tokens: int, sequences: int, guesses: int = 0) -> Shape:
+    """Few shapes, so that they return soon: tokens are a power of two or three quarters of it; sequences and rows 1,
+    16, or MOST_ROWS. There are as many rows as sequences, unless tokens are guessed: then always 16 sequences."""
     power = max(32, 1 << (tokens - 1).bit_length())
-    room = next(size for size in (1, 16, MOST_SEQUENCES) if sequences <= size)
-    return power * 3 // 4 if tokens <= power * 3 // 4 else power, room
+    held, rows = (
+        next(size for size in (1, 16, MOST_ROWS) if count <= size)
+        for count in (max(sequences, 2) if guesses else sequences, sequences + guesses)
+    )
+    return Shape(power * 3 // 4 if tokens <= power * 3 // 4 else power, held, rows)
+
+
+def drafted_shapes(positions: int) -> set[Shape]:
+    """Of all steps with guesses and without prompts that have up to `positions` positions."""
+    return {rounded(count, 1, count - 1) for count in range(2, positions + 1)}
 
 
 class Prefill:
-    """Steps of up to `tokens` positions of up to `sequences` sequences, in memory that does not move."""
+    """Steps that `shape` has room for, in memory that does not move."""
 
-    def __init__(self, model: Decoder, cache: KVCache, tokens: int, sequences: int, pages: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, shape: Shape, pages: int) -> None:
         self._model, self._spare, self._size = model, cache.spare, tile_positions(cache.group)
         pages = max(pages, -(-self._size // cache.block_size))  # a tile of padding has that many
-        tiles = tokens // self._size + sequences + 1
-        layout = [*_layout(tokens, tiles, sequences + 1, pages), (sequences,)]
+        tiles = shape.tokens // self._size + shape.sequences + 1
+        layout = [*_layout(shape.tokens, tiles, shape.sequences + 1, pages), (shape.rows,)]
         self._host, self._parts = buffer(layout)
         self._device = torch.empty(self._host.shape, dtype=torch.int32, device=cache.device)
         *plan, self._rows_M = cut(self._device, layout)

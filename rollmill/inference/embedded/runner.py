@@ -74,9 +74,9 @@ class StepRunner(Protocol):
 class BurstRunner(StepRunner, Protocol):
     """Runs several decode steps without the host too. For devices on which a step is short beside the host's part."""
 
-    def warm_up(self, rows: int, tokens: int) -> None:
-        """Compiles and records the decode steps of up to `rows` sequences, and steps of up to `tokens` positions of
-        prompts, so that no request waits for it."""
+    def warm_up(self, rows: int, tokens: int, guessed: int) -> None:
+        """Compiles and records the decode steps of up to `rows` sequences, steps of up to `tokens` positions of
+        prompts, and steps with guesses of up to `guessed` positions, so that no request waits for it."""
         ...
 
     def launch(

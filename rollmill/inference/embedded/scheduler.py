@@ -28,6 +28,7 @@ from rollmill.types import FinishReason, PolicyRef
 
 PROMPT_STEPS = 16  # for which running rollouts wait at most
 DRAFTING_BATCH = 4  # requests; a step with more of them takes longer for every position that it computes
+DRAFTED_POSITIONS = 128  # of a step with guesses; not more than plans.MOST_ROWS
 
 
 @dataclass(slots=True)
@@ -73,10 +74,19 @@ class Work:
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, draft_tokens: int = 0, *, prompts_first: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        draft_tokens: int = 0,
+        *,
+        prompts_first: bool = False,
+        long_guesses: bool = False,
+    ) -> None:
         """`prompts_first`: while prompts fill whole steps, running rollouts wait for them, for up to PROMPT_STEPS. For
-        devices on which a step with prompts costs much more than one without."""
+        devices on which a step with prompts costs much more than one without. `long_guesses`: always of `draft_tokens`
+        tokens. For devices on which a few positions more in a step take hardly any time."""
         self._config, self._draft_tokens, self._prompts_first = config, draft_tokens, prompts_first
+        self._long_guesses = long_guesses
         self._prompt_steps = 0  # since running rollouts were computed
         self.filled = False  # prompts filled the last step: there may be more of them
         self.pages = Pages(config.cache_tokens // config.block_size, config.block_size)
@@ -170,14 +180,28 @@ class Scheduler:
                         twins[generation.number] = []
         return [one for item in work for one in (item, *twins.get(item.generation.number, ()))], budget
 
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens are guessed now: not for a large batch, which has no time to spare."""
+        return self._draft_tokens > 0 and len(self.running) <= DRAFTING_BATCH
+
+    @property
+    def guessed_positions(self) -> int:
+        """The most positions of a step with guesses and without prompts. 0 if none are guessed."""
+        batch = min(DRAFTING_BATCH, self._config.max_batch)
+        return min(DRAFTED_POSITIONS, batch * (1 + self._draft_tokens)) if self._draft_tokens else 0
+
     def _drafts(self, generation: Generation) -> tuple[int, ...]:
-        """Guessed tokens. None for a large batch, which has no time to spare, nor where they would take pages of
-        others."""
-        most = min(self._draft_tokens, generation.limit - len(generation.tokens) - 1)
-        if most <= 0 or len(self.running) > DRAFTING_BATCH or generation.grammar is not None:
+        """Guessed tokens. None where they would take pages of others."""
+        if not self.guesses or generation.grammar is not None:
             return ()
-        needed = self._blocks_for(generation.computed + 1 + most) - len(generation.blocks)
-        return generation.drafts.guess(generation.tokens, most) if needed <= self.pages.available else ()
+        left = generation.limit - len(generation.tokens) - 1
+        most = min(self._draft_tokens, left, DRAFTED_POSITIONS // len(self.running) - 1)
+        if most <= 0:
+            return ()
+        drafts = generation.drafts.guess(generation.tokens, most, grows=not self._long_guesses)
+        needed = self._blocks_for(generation.computed + 1 + len(drafts)) - len(generation.blocks)
+        return drafts if needed <= self.pages.available else ()
 
     def _piece(self, generation: Generation, budget: int) -> int:
         """How many positions of its prompt are computed now. A part of it ends with a page, if the budget allows, so
