@@ -53,7 +53,7 @@ from rollmill.weights import WeightStore
 RECIPE = Path(__file__).parents[1] / "examples" / "mbpp" / "sft.toml"
 HELD_OUT = 128
 STOP_S = 30.0  # for the processes of a run that is stopped
-START_S = 20.0  # for an engine that starts, to measure a version
+START_S = 45.0  # for a run that stops and an engine that starts, to measure a version, beside other runs
 BASE = "-base"
 QUICK = [
     "stages.sft.steps=1",
@@ -254,6 +254,8 @@ def main() -> None:
     only.add_argument("--sft", action="store_true", help="no RL: a work directory for --begin")
     parser.add_argument("--quick", action="store_true", help="one tiny step of each stage")
     arguments = parser.parse_intermixed_args()
+    # a job that a shell started in the background ignores it, its children would too, and no run would be stopped
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     begin = arguments.begin
     source = [f"checkpoint={json.dumps(str(arguments.model.absolute()))}"]
     if begin is not None:
