@@ -157,6 +157,15 @@ def test_odd_numbers_in_events_become_null_not_nan(tmp_path: Path) -> None:
     assert "NaN" not in (tmp_path / "report.json").read_text() and "NaN" not in text
 
 
+def test_a_run_without_any_difference_says_so(tmp_path: Path) -> None:
+    script = demo_run(steps=10)
+    said = "agree bit for bit: 1,500 sampled tokens were computed again, and no log-prob differs"
+    assert said not in report(tmp_path / "fast", script)[1]
+    for event in script.events:
+        event |= {f"mismatch_{name}": 0.0 for name in ("k1", "k3", "p99", "max") if f"mismatch_{name}" in event}
+    assert said in report(tmp_path / "exact", script)[1]
+
+
 def test_examples_are_those_the_evaluations_named(tmp_path: Path) -> None:
     script = Script()
     for label in ("before", "after"):

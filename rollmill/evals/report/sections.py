@@ -23,6 +23,7 @@ from rollmill.evals.report.figures import (
     Event,
     RunEvents,
     by_field,
+    column,
     delta_bytes,
     find_eval,
     finite,
@@ -250,10 +251,16 @@ def numerics(run: RunEvents) -> Markup:
             Axes("step", "share", percent, floor=0.0),
         ),
     ]
-    return section(
-        "Do trainer and engine agree?",
-        "Importance weights are only as good as the log-probs they are made of.",
-        _grid(charts),
+    return section("Do trainer and engine agree?", _agreement(run), _grid(charts))
+
+
+def _agreement(run: RunEvents) -> str:
+    about = "Importance weights are only as good as the log-probs they are made of."
+    tokens, largest = int(sum(column(run.steps, "mismatch_tokens"))), column(run.steps, "mismatch_max")
+    if tokens == 0 or max(largest, default=1.0) > 0:
+        return about
+    return (
+        f"{about} Here they agree bit for bit: {tokens:,} sampled tokens were computed again, and no log-prob differs."
     )
 
 
