@@ -8,15 +8,19 @@ version that it names, in packed batches of other sizes.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rollmill.chat.formats.compact import SPECIAL_TOKENS
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
@@ -33,6 +37,7 @@ from rollmill.training.whole import WHOLE
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.follower import Update
+from tests.chat.test_streaming import KINDS
 from tests.inference.world import Whole, generate, until
 from tests.kernels import cuda
 
@@ -202,6 +207,25 @@ async def test_no_bit_differs(model: ModelConfig, form: str, two_threads: None) 
     assert {policy.number for turn in turns for policy in turn.whole.policies} == set(range(VERSIONS))
     differing, total = recomputed(model, updates, turns)
     assert differing == 0 and total == sum(len(turn.whole.tokens) for turn in turns) > 800
+
+
+async def test_no_bit_differs_under_a_grammar(tmp_path: Path) -> None:
+    """The trainer finds the tokens that were allowed in the record."""
+    tokenizer = Tokenizer(KINDS["byte-level"](SPECIAL_TOKENS))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    model = MIXTURE.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    update = make_update(model, 0, "bf16")
+    turns: list[Turn] = []
+    async with EmbeddedEngine(model, ENGINE, exact=True, tokenizer=tmp_path / "tokenizer.json") as engine:
+        await engine.apply(update)
+        for number in range(6):
+            asked = Sampling(max_tokens=24, seed=number, grammar="start: /[a-f]+[0-9]+/", stop_tokens=(0,))
+            asked = replace(asked, top_p=0.8) if number % 2 else replace(asked, temperature=1.5)
+            request = GenerateRequest(f"g{number}", tokenizer.encode(f"word {number}"), asked)
+            turns.append(Turn(request, await generate(engine, request)))
+    assert all(re.match("[a-f]+[0-9]*", tokenizer.decode(turn.whole.tokens)) for turn in turns)
+    differing, total = recomputed(model, [update], turns)
+    assert differing == 0 and total > 60
 
 
 async def test_without_it_most_bits_differ() -> None:
