@@ -91,7 +91,7 @@ def swiglu_product_backward(
     x_NW: Tensor, weight_FW: Tensor, grad_Nf: Tensor, form: str = "bf16"
 ) -> tuple[Tensor, Tensor]:
     """Returns (gradient of gate_up, SwiGLU's output). Computes gate_up again."""
-    if not _fits(x_NW, weight_FW, form):
+    if len(x_NW) < _FEWEST_ROWS or not _fits(x_NW, weight_FW, form):
         return swiglu_backward(product(x_NW, weight_FW, None, form), grad_Nf)[:2]
     x_NW = seen(x_NW, form)
     (rows, width), inner = x_NW.shape, len(weight_FW) // 2
