@@ -260,7 +260,7 @@ class Trainer(Generic[Batch]):
     def _warn_unwritten(self) -> None:
         """A step has failed. Its error must not hide that the step before it could not be written."""
         try:
-            self._writing.wait()
+            self._settle()
         except Exception as error:
             telemetry.emit("warning", step=self.step, text=f"step {self.step} was not written: {error}")
 

@@ -242,10 +242,12 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: str, form: str) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("shape", ["smollm2", "normed"])
 def test_the_pass_of_decode_steps_has_the_bits_of_any_other_with_exact_numerics(shape: str) -> None:
+    from rollmill.inference.embedded.decode_pass import fits  # needs triton
+
     model = model_of(SHAPES[shape] if not INTERPRETED else SHAPES[shape].model_copy(update={"experts": 0}))
     model.compute_exactly()
+    assert fits(model), "else both would be the same pass"
     joined, apart = (in_chunks(device_steps(model, joined=joined)) for joined in (True, False))
-    assert all(torch.equal(logits, apart.logits[key]) for key, logits in joined.logits.items())
     assert largest_difference(joined, apart) == 0
 
 

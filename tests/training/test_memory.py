@@ -80,6 +80,23 @@ def test_on_the_cpu_the_error_says_what_was_tried_and_nothing_is_lost(tmp_path: 
     assert (weights.lines(), weights.numbers("main")) == (["main"], [0, 1, 2]), "the run can continue"
 
 
+def test_a_version_that_was_written_while_the_next_step_failed_is_not_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = make_trainer(tmp_path, "cpu")
+    trainer.run(1)
+
+    def run_out(*given: object) -> None:
+        raise TrainingError("step 3 ran out of memory")
+
+    steps = iter([trainer._objective.backward, run_out])
+    monkeypatch.setattr(trainer._objective, "backward", lambda *given: next(steps)(*given))
+    with pytest.raises(TrainingError, match="step 3 ran out of memory"):
+        trainer.run(9)
+    assert trainer.run(2) == Version("main", 2)
+    assert WeightStore(Objects.open(tmp_path / "store")).numbers("main") == [0, 1, 2]
+
+
 def test_the_error_of_a_step_does_not_hide_that_the_step_before_was_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
