@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rollmill.cluster.run import RunConfig
 from rollmill.errors import ConfigError
 from rollmill.models.config import ModelConfig
-from rollmill.models.counts import active_parameters, all_parameters, cache_numbers
+from rollmill.models.counts import active_parameters, all_parameters, cache_numbers, quantised_parameters
 from rollmill.training.config import TrainingConfig
 from rollmill.training.kept import HEAD_BYTES, STATE_BYTES, fitting_tokens, kept_bytes, recomputes_mlp
 from rollmill.training.stage import RolloutSettings, StageSection
@@ -26,7 +26,9 @@ from rollmill.training.stage import RolloutSettings, StageSection
 EFFICIENCY = 0.81  # of a training step: what it would take at full speed over what it takes
 DECODE_S = 0.85e-3  # of a decode step, beside reading: always. Batches of up to four take less
 SEQUENCE_S, MIXTURE_SEQUENCE_S = 1.9e-6, 3.3e-6  # and per sequence: a dense model, a mixture
-BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+# On the device an engine holds bf16 in every form: a form saves bytes on the way there and in host memory.
+ENGINE_BYTES_PER_WEIGHT = 2
+_CODE_BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 # times smaller than all bytes, by learning rate
 DENSE_DELTAS = {1e-7: 642.0, 1e-6: 111.0, 1e-5: 24.0, 1e-4: 6.0}
 MIXTURE_DELTAS = {1e-7: 770.0, 1e-6: 140.0, 1e-5: 27.0, 1e-4: 6.5}
@@ -67,7 +69,7 @@ class TrainerPlan:
 class EnginePlan:
     engines: int
     gpus: int  # per engine
-    weight_bytes: float
+    weight_bytes: int
     cache_tokens: int  # that fit beside the weights
     batch: int
     tokens_per_second: float  # of one engine
@@ -115,7 +117,7 @@ def _rollout_stage(config: RunConfig) -> StageSection:
 
 def _divisions(gpus: int, model: ModelConfig, gpu: Gpu) -> range:
     """The numbers of trainer ranks to compare."""
-    least, engine = least_ranks(model, gpu), engine_gpus(model, "bf16", gpu)
+    least, engine = least_ranks(model, gpu), engine_gpus(model, gpu)
     if gpus == 1 and least == 1 and engine == 1:
         return range(1, 2)
     if gpus < least + engine:
@@ -141,7 +143,6 @@ def _layout(
     shared = gpus == 1
     engine = plan_engine(
         model,
-        config.form,
         gpu,
         gpus if shared else gpus - ranks,
         config.engine.max_batch,
@@ -207,13 +208,12 @@ def pass_seconds(
     return (products + attention + rows + optimizer) / EFFICIENCY
 
 
-def engine_gpus(model: ModelConfig, form: str, gpu: Gpu) -> int:
-    return math.ceil(all_parameters(model) * BYTES_PER_WEIGHT[form] / (gpu.memory * _WEIGHTS_SHARE))
+def engine_gpus(model: ModelConfig, gpu: Gpu) -> int:
+    return math.ceil(all_parameters(model) * ENGINE_BYTES_PER_WEIGHT / (gpu.memory * _WEIGHTS_SHARE))
 
 
 def plan_engine(
     model: ModelConfig,
-    form: str,
     gpu: Gpu,
     gpus: int,
     max_batch: int,
@@ -222,12 +222,12 @@ def plan_engine(
     fp8_kv: bool = False,
 ) -> EnginePlan:
     """`context`: mean tokens of a request while it is decoded, at its end."""
-    each = engine_gpus(model, form, gpu)
-    weights = all_parameters(model) * BYTES_PER_WEIGHT[form]
+    each = engine_gpus(model, gpu)
+    weights = all_parameters(model) * ENGINE_BYTES_PER_WEIGHT
     memory = gpu.memory * each / (2 if shared else 1)
     cache = max(0, int((0.9 * memory - weights) // cache_bytes(model, fp8_kv)))
     batch = max(1, min(max_batch, cache // max(1, context)))
-    seconds = decode_seconds(model, form, gpu, batch, context / 2, each, fp8_kv)
+    seconds = decode_seconds(model, gpu, batch, context / 2, each, fp8_kv)
     return EnginePlan(gpus // each, each, weights, cache, batch, batch / seconds)
 
 
@@ -237,14 +237,14 @@ def cache_bytes(model: ModelConfig, fp8: bool = False) -> int:
 
 
 def decode_seconds(
-    model: ModelConfig, form: str, gpu: Gpu, batch: int, context: float, gpus: int = 1, fp8_kv: bool = False
+    model: ModelConfig, gpu: Gpu, batch: int, context: float, gpus: int = 1, fp8_kv: bool = False
 ) -> float:
     """Seconds of one decode step with `context` tokens per sequence. FP8 latents are not read faster (measured)."""
     experts = 3 * model.width * model.expert_width * model.moe_layers
     read = 1 - (1 - model.experts_per_token / model.experts) ** batch if model.experts else 0.0
     idle = experts * model.experts * (1 - read)
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.width
-    weights = (all_parameters(model) - embedding - idle) * BYTES_PER_WEIGHT[form]
+    weights = (all_parameters(model) - embedding - idle) * ENGINE_BYTES_PER_WEIGHT
     each = MIXTURE_SEQUENCE_S if model.experts else SEQUENCE_S
     held = batch * context * cache_bytes(model, fp8_kv and model.latent is None)
     return (weights + held) / (gpu.bandwidth * gpus) + DECODE_S + each * batch
@@ -259,4 +259,10 @@ def delta_bytes(model: ModelConfig, form: str, lr: float) -> float:
     lower = max((rate for rate in rates if rate <= lr), default=upper)
     share = 0.0 if upper == lower else math.log(lr / lower) / math.log(upper / lower)
     ratio = table[lower] ** (1 - share) * table[upper] ** share
-    return all_parameters(model) * BYTES_PER_WEIGHT[form] / ratio
+    return form_bytes(model, form) / ratio
+
+
+def form_bytes(model: ModelConfig, form: str) -> float:
+    """Of a whole version. Embedding, head, norms and router are bf16 in every form."""
+    coded = quantised_parameters(model)
+    return coded * _CODE_BYTES[form] + (all_parameters(model) - coded) * 2.0

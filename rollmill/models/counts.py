@@ -20,27 +20,40 @@ def active_parameters(model: ModelConfig) -> int:
     return layers + model.vocab_size * model.width
 
 
+def quantised_parameters(model: ModelConfig) -> int:
+    """Weights that the forms fp8 and nvfp4 have codes for: the matrices of the layers except the router. The others
+    are bf16 in every form."""
+    return sum(_matrices(model, model.is_mixture(number), model.experts) for number in range(model.layers))
+
+
 def _layer(model: ModelConfig, mixture: bool, experts: int) -> int:
-    norms = 2 * model.width
-    if not mixture:
-        return norms + _attention(model) + 3 * model.width * model.mlp_width
-    router = model.experts * (model.width + (1 if model.gate_bias else 0))
-    inner = (experts + model.shared_experts) * model.expert_width
-    return norms + _attention(model) + router + 3 * model.width * inner
+    router = model.experts * (model.width + (1 if model.gate_bias else 0)) if mixture else 0
+    return _matrices(model, mixture, experts) + router + 2 * model.width + _attention_vectors(model)
 
 
-def _attention(model: ModelConfig) -> int:
-    output = model.width * model.heads * model.value_dim + (model.width if model.output_bias else 0)
+def _matrices(model: ModelConfig, mixture: bool, experts: int) -> int:
+    inner = (experts + model.shared_experts) * model.expert_width if mixture else model.mlp_width
+    return _attention_matrices(model) + 3 * model.width * inner
+
+
+def _attention_matrices(model: ModelConfig) -> int:
+    output = model.width * model.heads * model.value_dim
     latent = model.latent
     if latent is None:
-        rows = (model.heads + 2 * model.kv_heads) * model.head_dim
-        bias = rows if model.qkv_bias else 0
-        return output + rows * model.width + bias + (2 * model.head_dim if model.qk_norm else 0)
-    queries = model.heads * model.head_dim
-    rank = latent.q_rank
-    q = queries * model.width if rank is None else rank * (model.width + 1 + queries)
-    down = (latent.kv_rank + latent.rope_dim) * model.width + latent.kv_rank
+        return output + (model.heads + 2 * model.kv_heads) * model.head_dim * model.width
+    queries, rank = model.heads * model.head_dim, latent.q_rank
+    q = queries * model.width if rank is None else rank * (model.width + queries)
+    down = (latent.kv_rank + latent.rope_dim) * model.width
     return output + q + down + latent.kv_rank * model.heads * (latent.plain_dim + latent.value_dim)
+
+
+def _attention_vectors(model: ModelConfig) -> int:
+    """Biases and norms."""
+    output = model.width if model.output_bias else 0
+    if model.latent is not None:
+        return output + model.latent.kv_rank + (model.latent.q_rank or 0)
+    bias = (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias else 0
+    return output + bias + (2 * model.head_dim if model.qk_norm else 0)
 
 
 def cache_numbers(model: ModelConfig) -> int:

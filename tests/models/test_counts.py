@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rollmill.models.config import ModelConfig
-from rollmill.models.counts import active_parameters, all_parameters
+from rollmill.models.counts import active_parameters, all_parameters, quantised_parameters
 from rollmill.models.decoder import Decoder
 from rollmill.models.huggingface.config import config_from_huggingface
+from rollmill.models.quantize import quantises
 from tests.models.checkpoints import COMMON, LAYOUTS
 
 
@@ -32,7 +33,9 @@ def test_all_parameters(name: str) -> None:
     model = shape(name)
     with torch.device("meta"):
         decoder = Decoder(model)
-    assert all_parameters(model) == sum(each.numel() for each in decoder.state_dict().values())
+    state = decoder.state_dict()
+    assert all_parameters(model) == sum(each.numel() for each in state.values())
+    assert quantised_parameters(model) == sum(each.numel() for name, each in state.items() if quantises(name, each))
 
 
 def test_active_parameters() -> None:

@@ -302,6 +302,31 @@ def test_kernels_that_start_early_load_nothing_that_may_be_old(compiler: Compile
         assert loads and all(re.search(r"ld\.global\.cg|cp\.async\.cg", line) for line in loads), (name, loads)
 
 
+@pytest.mark.parametrize("width", [128, 512, 4096])
+def test_a_norm_sums_in_the_same_order_whatever_it_writes(width: int) -> None:
+    """The order follows the layout of the rows, which the compiler chooses by all loads and stores of the kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rollmill.models.kernels.fused_triton import _norm_forward, _tile
+
+    layouts = set()
+    for codes in (False, True):
+        tile = _tile(width, 4096)
+        dials = {"num_warps": tile.pop("num_warps")}
+        constants = {"COPY": True, "CODES": codes, **tile}
+        types = {each.name: "constexpr" if each.name in constants else "i32" for each in _norm_forward.params}
+        types |= dict.fromkeys(("x_ptr", "weight_ptr", "copy_ptr"), "*bf16") | {"eps": "fp32"}
+        types |= {"out_ptr": "*fp8e4nv" if codes else "*bf16", "code_scale_ptr": "*fp32", "scale_ptr": "*fp32"}
+        aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1, 2, 3, 4, 5, 7, 8)}
+        source = ASTSource(_norm_forward, types, constants, aligned)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dials).asm["ttgir"]
+        [layout] = re.findall(r'"tt.reduce".*?\}\) : \(tensor<\w+xf32, (#\w+)>\)', code, re.DOTALL)[:1]
+        layouts.add(re.search(rf"^{layout} = (.*)$", code, re.MULTILINE)[1])  # type: ignore[index]
+    assert len(layouts) == 1, layouts
+
+
 @pytest.mark.timeout(1800)
 def test_every_kernel_compiles(compiler: Compiler) -> None:
     for drive in (
