@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from rollmill.environments.episode import Episode
@@ -31,8 +32,20 @@ def wants_final_state(grader: Grader) -> bool:
 
 
 async def grade_episode(grader: Grader, episode: Episode) -> Reward:
-    """The grader's reward. RewardError if it returns something else: it may be code of the user."""
-    reward = await grader.grade(episode)
+    """The grader's reward. RewardError if it returns something else: it may be code of the user.
+
+    It is graded in a task of its own. Before Python 3.13, a TaskGroup whose child fails can leave its task cancelled
+    for good; the caller must not be that task.
+    """
+    grading = asyncio.create_task(grader.grade(episode))
+    try:
+        await asyncio.wait([grading])
+    finally:
+        grading.cancel()  # without effect if it has ended
+        await asyncio.wait([grading])
+    if grading.cancelled():
+        raise RewardError(f"the reward {grader.name} cancelled itself")
+    reward = grading.result()
     if not isinstance(reward, Reward):
         raise RewardError(f"the reward {grader.name} returned {type(reward).__name__}, not a Reward")
     return reward

@@ -26,6 +26,10 @@ _WINDOW_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 GATEWAY_HINT = "is the gateway running? `harness.request_deadline_s` is the time limit"
 
 
+class RequestRefused(HarnessError):
+    """The model's server answered, and refused this request: another one may be served."""
+
+
 class ModelSettings(Config):
     """What every harness of ours is told about the model."""
 
@@ -108,7 +112,7 @@ class ModelClient:
             if status and status not in RETRY_STATUS:
                 meant = url_hint(url.removesuffix("/chat/completions")) if status == 404 else None
                 meant = self._key_hint if status in (401, 403) else meant
-                raise HarnessError(problem, hint=meant or "the server's log says why it refused the request")
+                raise RequestRefused(problem, hint=meant or "the server's log says why it refused the request")
             pause = backoff.failed()
             if pause > backoff.left():
                 raise HarnessError(f"{problem} (tried for {self._deadline_s:.0f} s)", hint=self._hint)

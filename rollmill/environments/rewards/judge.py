@@ -2,9 +2,14 @@
 
 The judge is any OpenAI-compatible endpoint. It is asked `votes` times and answers with JSON: {"score": …, "reason": …}.
 The value is the mean of the votes, scaled from `lowest`…`highest` to 0…1. An answer that is not such JSON, or out of
-range, is asked for again. A judge that is down or keeps talking nonsense until `grading_timeout_s` is over raises
-RewardUnavailable: the run asks again until its own `rollouts.grading_timeout_s` is over. Then the episode has failed
-through no fault of the policy, and gets no reward at all.
+range, is asked for again, a few times. A text that does not fit the judge's context is cut further.
+
+No verdict on a text has one of two causes, and a second question tells them apart: a text of ours, in the same prompt.
+
+    the judge answers it   what the agent wrote is the cause: such a vote scores `lowest`, and the episode is graded
+    it does not            the judge is the cause, as one that cannot be reached or is busy: RewardUnavailable. The run
+                           asks again until its own `rollouts.grading_timeout_s` is over; then the episode has failed
+                           through no fault of the policy, and gets no reward at all.
 
 What this cannot protect: the judge reads what the agent wrote, and an agent can learn to persuade it. The agent's text
 stands between marks that are drawn anew for each episode, so it cannot pretend to be the rubric. `parts` has the spread
@@ -21,13 +26,14 @@ import re
 import secrets
 import statistics
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from pydantic import Field, model_validator
 
 from rollmill.backoff import Backoff
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.harnesses.model import ModelClient
+from rollmill.environments.harnesses.model import ModelClient, RequestRefused
 from rollmill.environments.harnesses.tools import cut
 from rollmill.environments.rewards import transcript
 from rollmill.environments.rewards.clean import declared
@@ -36,6 +42,9 @@ from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Reward
 
 _MAX_REASON = 500  # characters of one reason in the evidence
+_TRIES = 4  # answers to one vote until there is no verdict
+_SHORTEST = 100  # characters: a judge whose context has no room for them cannot read its rubric
+_HARMLESS = "The agent wrote nothing."
 _JSON = re.compile(r"\{.*\}", re.DOTALL)
 _PROMPT = """You grade one dimension of an agent's work: {dimension}.
 
@@ -84,6 +93,19 @@ class _Verdict(StrictModel):
     reason: str = ""
 
 
+class _Vote(NamedTuple):
+    """A verdict, or the lowest score and the `problem` why there is none."""
+
+    score: float
+    reason: str
+    problem: str = ""
+    hint: str | None = None
+
+
+class _TooLong(Exception):
+    """The text does not fit the judge's context."""
+
+
 class Judge:
     name = "judge"
     cannot_protect = "The judge reads what the agent wrote, and an agent can learn to persuade it."
@@ -97,8 +119,6 @@ class Judge:
     async def score(self, text: str) -> Reward:
         """What the judge says about a text."""
         config = self.config
-        material = cut(text, config.max_characters)
-        messages = self._messages(material)
         key = self._key()
         client = ModelClient(
             deadline_s=config.grading_timeout_s,
@@ -107,43 +127,74 @@ class Judge:
             if config.key_variable
             else "it wants a key: `key_variable` names the environment variable that holds it",
         )
-        problems: list[str] = []
-        votes = [asyncio.create_task(self._vote(client, key, messages, problems)) for _ in range(config.votes)]
         try:
-            await asyncio.wait(votes, timeout=config.grading_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            material, votes = await self._votes_on(text, client, key)
+            if all(vote.problem for vote in votes):
+                await self._must_read(client, key, votes[0])
         finally:
-            for vote in votes:
-                vote.cancel()  # without effect if it has ended
-            await asyncio.wait(votes)
             await client.close()
-        verdicts = [vote.result() for vote in votes if not vote.cancelled() and vote.exception() is None]
-        if len(verdicts) < len(votes):
-            raise self._no_verdict([vote.exception() for vote in votes if not vote.cancelled()], problems)
         span = config.highest - config.lowest
-        values = [(verdict.score - config.lowest) / span for verdict in verdicts]
+        values = [(vote.score - config.lowest) / span for vote in votes]
         evidence = {
             "dimension": config.dimension[:200],
             "model": config.model[:200],
             "characters": len(material),
-            "votes": [{"score": each.score, "reason": each.reason[:_MAX_REASON]} for each in verdicts],
+            "votes": [{"score": each.score, "reason": each.reason[:_MAX_REASON]} for each in votes],
         }
         return Reward(statistics.fmean(values), {"spread": statistics.pstdev(values)}, evidence, self.name)
 
-    def _no_verdict(self, errors: list[BaseException | None], problems: list[str]) -> BaseException:
-        error = next((error for error in errors if error is not None), None)
-        if error is not None and not isinstance(error, HarnessError):
-            return error
-        why = error.message if error is not None else (problems or ["no answer"])[-1]
-        hint = error.hint if error is not None else None
+    async def _votes_on(self, text: str, client: ModelClient, key: str) -> tuple[str, list[_Vote]]:
+        """What the judge could read of a text, and its votes."""
+        most = self.config.max_characters
+        while True:
+            material = cut(text, most)
+            try:
+                return material, await self._ask(client, key, material, self.config.votes)
+            except _TooLong:
+                if most < _SHORTEST:
+                    raise RewardUnavailable(
+                        f"the rubric does not fit the context of the judge {self.config.base_url}",
+                        hint="the judge needs a longer context",
+                    ) from None
+                most //= 2
+
+    async def _must_read(self, client: ModelClient, key: str, vote: _Vote) -> None:
+        """RewardUnavailable if the judge gives no verdict on a harmless text either."""
+        try:
+            [control] = await self._ask(client, key, _HARMLESS, 1)
+        except _TooLong:
+            control = vote
+        if control.problem:
+            raise self._unavailable(control.problem, control.hint)
+
+    async def _ask(self, client: ModelClient, key: str, material: str, count: int) -> list[_Vote]:
+        """Ask for `count` votes at once. RewardUnavailable if the judge cannot be asked; _TooLong."""
+        messages, told = self._messages(material), list[_Vote]()
+        votes = [asyncio.create_task(self._vote(client, key, messages, told)) for _ in range(count)]
+        try:
+            await asyncio.wait(votes, timeout=self.config.grading_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for vote in votes:
+                vote.cancel()  # without effect if it has ended
+            await asyncio.wait(votes)
+        errors = [error for vote in votes if not vote.cancelled() and (error := vote.exception()) is not None]
+        if isinstance(error := next(iter(errors), None), HarnessError):
+            raise self._unavailable(error.message, error.hint)
+        if error is not None:
+            raise error
+        if any(vote.cancelled() for vote in votes) and not told:
+            raise self._unavailable("no answer", None)
+        return [told[-1] if vote.cancelled() else vote.result() for vote in votes]
+
+    def _unavailable(self, why: str, hint: str | None) -> RewardUnavailable:
         return RewardUnavailable(
             f"the judge {self.config.base_url} gave no verdict: {why}",
             hint=hint or "is it running, and does the model write JSON? `grading_timeout_s` is the time limit",
         )
 
-    async def _vote(
-        self, client: ModelClient, key: str, messages: list[dict[str, str]], problems: list[str]
-    ) -> _Verdict:
-        """One verdict. Asks again, ever more slowly, while the answer is nonsense; the caller has the time limit."""
+    async def _vote(self, client: ModelClient, key: str, messages: list[dict[str, str]], told: list[_Vote]) -> _Vote:
+        """One vote. Asks again, ever more slowly, a few times while the judge refuses or its answer is nonsense; `told`
+        gets each of these. HarnessError if the judge cannot be reached."""
         config = self.config
         body = {
             "model": config.model,
@@ -153,13 +204,20 @@ class Judge:
         }
         backoff = Backoff(0.1, 5.0, jitter=0.5)
         while True:
-            choice = await client.answer(config.base_url, key, body)
-            if choice is None:
-                raise HarnessError("the episode does not fit the judge's context; lower `max_characters`")
+            problem, hint = "", None
             try:
-                return self._check(transcript.text_of(choice["message"]))
+                choice = await client.answer(config.base_url, key, body)
+                if choice is None:
+                    raise _TooLong
+                verdict = self._check(transcript.text_of(choice["message"]))
+                return _Vote(verdict.score, verdict.reason)
+            except RequestRefused as error:
+                problem, hint = error.message, error.hint
             except ValueError as error:
-                problems.append(f"its answer is no verdict: {error}"[:500])
+                problem = f"its answer is no verdict: {error}"[:500]
+            told.append(_Vote(config.lowest, f"no verdict: {problem}", problem, hint))
+            if backoff.failures + 1 >= _TRIES:
+                return told[-1]
             await asyncio.sleep(backoff.failed())
 
     def _check(self, answer: str) -> _Verdict:

@@ -18,7 +18,7 @@ from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.judge import Judge, JudgeConfig
 from rollmill.environments.rewards.judge_bias import measure_bias
 from rollmill.environments.task import Task
-from rollmill.errors import ConfigError, RewardError
+from rollmill.errors import ConfigError, RewardError, RewardUnavailable
 from rollmill.types import Reward
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -127,6 +127,52 @@ async def test_nonsense_is_asked_for_again_and_never_a_zero(judge: StandInJudge,
     judge.answers = [answer]
     with pytest.raises(RewardError, match="gave no verdict: "):
         await grade(judge, grading_timeout_s=0.5)
+
+
+class ImpressedJudge(StandInJudge):
+    """Reads 300 characters, and does what it is asked to in the text."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        text = (await request.json())["messages"][1]["content"]
+        self.requests.append(text)
+        if len(text) > 300:
+            refusal = {"error": {"message": "too long", "code": "context_length_exceeded"}}
+            return web.json_response(refusal, status=400)
+        if "crash" in text:
+            return web.Response(status=500)
+        said = "I would rather not." if "no JSON" in text else vote(5)
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": said}}]})
+
+
+@pytest.mark.parametrize(("text", "value"), [("write no JSON", 0.0), ("crash", 0.0), ("x" * 9999, 0.5), ("x", 0.5)])
+async def test_what_an_agent_wrote_fails_its_own_part_and_never_the_episode(text: str, value: float) -> None:
+    """Otherwise an agent that expects a zero could have its episode dropped."""
+    app, impressed = web.Application(), ImpressedJudge()
+    app.router.add_post("/v1/chat/completions", impressed.handle)
+    async with TestServer(app) as server:
+        impressed.url = str(server.make_url("/v1"))
+        episode = Episode(EPISODE.task, {"main.py": text.encode()}, EPISODE.machines, [{"role": "user", "content": ""}])
+        reward = await grade(impressed, episode)
+    assert reward.value == value
+    assert all(("no verdict: " in each["reason"]) == (value == 0) for each in reward.evidence["votes"])
+
+
+async def test_one_vote_without_a_verdict_leaves_the_others(judge: StandInJudge) -> None:
+    judge.answers = [vote(10), *["no"] * 4, vote(10)]
+    assert (await grade(judge)).value == 0.5
+
+
+async def test_a_rubric_that_does_not_fit_is_no_fault_of_the_agent() -> None:
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"code": "context_length_exceeded"}}, status=400)
+
+    app, narrow = web.Application(), StandInJudge()
+    app.router.add_post("/v1/chat/completions", refuse)
+    async with TestServer(app) as server:
+        narrow.url = str(server.make_url("/v1"))
+        with pytest.raises(RewardUnavailable, match="the rubric does not fit"):
+            await grade(narrow)
 
 
 async def test_a_judge_that_is_gone_or_refuses(judge: StandInJudge, monkeypatch: pytest.MonkeyPatch) -> None:
