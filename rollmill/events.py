@@ -68,6 +68,7 @@ EVENTS: Mapping[str, Event] = {
         masked="tokens left out, by reason",
         masked_stale="tokens left out as too stale",
         hinted_tokens="tokens of turns with a hint, which a teacher saw",
+        abandoned_share="share of the sampled tokens that were not on the way to an outcome and learn nothing",
         hints_refused="hints that could not be written into a context",
         excluded="trajectories left out, by ledger state",
         wait_seconds="seconds it waited for groups; the mismatch of the step before is measured meanwhile",

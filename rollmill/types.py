@@ -114,6 +114,8 @@ class Span:
     oldest_kv_policy: int  # index into the segment's policies: the oldest weights that wrote KV this span attended to
     missing: str = ""  # what the engine did not report; such a span is not trained on
     answered: int = 0  # tokens of the same answer before this span: another engine may continue an answer
+    outcome: bool = False  # its client declared this answer the outcome of the episode
+    after_tools: bool = False  # it answers tool results: what the user asked before is still being worked on
 
 
 @dataclass

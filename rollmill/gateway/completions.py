@@ -29,7 +29,7 @@ from rollmill.gateway.grammars import check_one_call, grammar_of
 from rollmill.gateway.recording.entries import encode_incomplete, encode_open, encode_response, encode_turn
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.routing.router import Router
-from rollmill.gateway.sessions.causes import read_declared
+from rollmill.gateway.sessions.causes import declares_outcome, read_declared
 from rollmill.gateway.sessions.flights import AnswerCut, Flight
 from rollmill.gateway.sessions.identity import HEADER
 from rollmill.gateway.sessions.registry import Registry
@@ -176,6 +176,7 @@ class Completions:
 
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None, index: int) -> Recorded:
         request, facts = _numbered(self._constrained(ask.request), index), session.facts
+        outcome = declares_outcome(ask.http.headers)
         bare = GenerateRequest(facts.trajectory, [], request.sampling, facts.traffic, facts.min_version, facts.line)
         self._router.refuse_at_overload(request.model, bare)
         plan = await self._plan(session, request, ask)
@@ -183,6 +184,8 @@ class Completions:
             stream.prompt_tokens = len(plan.tokens)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
             answer, failure = await self._sample(session, plan, flight, request, stream, index)
+            for span in answer.spans:
+                span.outcome = outcome
             async with session.lock:
                 turn = session.place(plan, answer)
                 await self._record(session, turn)

@@ -37,7 +37,7 @@ from rollmill.rollouts.rollout import reason_of
 from rollmill.types import Reward, Sampling
 
 MAX_BODY = 64 << 20
-DECLARES = ("x-rollmill-cause", "x-rollmill-parent")  # why a new context begins: a gateway records it
+DECLARES = ("x-rollmill-cause", "x-rollmill-parent", "x-rollmill-outcome")  # a gateway records what they say
 _NOT_RECORDED = {"x-rollmill-consent": "none"}  # a gateway then keeps nothing of the request
 _ANSWER_S = 600.0  # for one answer of the endpoint
 _CONNECT_S = 30.0

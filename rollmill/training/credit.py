@@ -10,7 +10,15 @@ all           1 everywhere
 This divides the advantage within one trajectory. `aggregation` sets how trajectories weigh against each other: with
 `sequence_mean` a chain of segments weighs as one sample, otherwise by its tokens.
 
-The outcome is the segment of the last answer. The way to it goes from each segment to its parent:
+The outcome is the last answer of the main conversation, or the answer that a client declared (x-rollmill-outcome).
+
+A segment continues the conversation of another one if it is its summary, its retry or the same text by another
+template, if it shares its first prompt up to the first answer, or if it quotes one of its answers. Every other segment
+begins a conversation of its own: a sub-agent, or an aside such as a request for a title. The main conversation is the
+first one with more than one answer, or the first one if each has only one: agents also ask aside before they begin. A
+sub-agent is never the main conversation.
+
+The way to the outcome goes from each segment to its parent:
 
     edit, retry, fork    the tokens that the child shares with its parent led to it, and the parent up to the last of
                          its answers that the child quotes; what follows was abandoned
@@ -37,7 +45,7 @@ Without this rule, abandoned answers are rewarded for an outcome that they had n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -91,11 +99,51 @@ class _Way:
             for segment in segments
         }
         answered = [segment for segment in segments if segment.spans]
-        if not answered:
+        if (outcome := self._declared() or self._last_answer()) is None:
             return
-        self._follow(_latest(answered))
+        self._follow(*outcome)
         while used := next((segment for segment in answered if self._is_quoted(segment)), None):
-            self._follow(used)
+            self._follow(used, used.spans[-1])
+
+    def _declared(self) -> tuple[Segment, Span] | None:
+        found = [(segment, span) for segment in self._segments.values() for span in segment.spans if span.outcome]
+        return max(found, key=lambda each: each[1].started_at, default=None)
+
+    def _last_answer(self) -> tuple[Segment, Span] | None:
+        """The last answer of the main conversation."""
+        conversations: dict[str, list[Segment]] = {}
+        for segment in self._segments.values():  # parents come before their children
+            before = self._continued(segment, conversations)
+            conversations[segment.id] = [] if before is None else conversations[before.id]
+            conversations[segment.id].append(segment)
+        answered = [
+            [segment for segment in each if segment.spans]
+            for id, each in conversations.items()
+            if each[0].id == id and each[0].cause != "sub_agent"
+        ]
+        first = next((each for each in answered if each), None)
+        if first is None:
+            return None
+        tail = _latest(next((each for each in answered if sum(len(segment.spans) for segment in each) > 1), first))
+        return tail, tail.spans[-1]
+
+    def _continued(self, segment: Segment, earlier: Iterable[str]) -> Segment | None:
+        """The segment whose conversation this one continues; None if it begins one."""
+        if segment.parent is None or segment.cause == "sub_agent":
+            return None
+        parent, shared = self._segments[segment.parent[0]], segment.parent[1]
+        if segment.cause in ("summary", "template", "retry"):
+            return parent
+        if shared >= min((start for start, _ in self._answers(parent)), default=0):
+            return parent
+        if self._last_quoted(parent, segment, len(segment.tokens)):
+            return parent
+        others = (self._segments[id] for id in reversed(list(earlier)))
+        return next((other for other in others if self._quotes_any(segment, other)), None)
+
+    def _quotes_any(self, segment: Segment, other: Segment) -> bool:
+        answers = (other.tokens[span.start : span.end] for span in other.spans)
+        return any(self._quotes(segment, len(segment.tokens), answer) for answer in answers)
 
     def _is_quoted(self, segment: Segment) -> bool:
         """Whether the last answer of a segment is not on the way, but quoted there."""
@@ -109,14 +157,18 @@ class _Way:
 
     def _last_quoted(self, parent: Segment, child: Segment, end: int) -> int:
         """The end of the last answer in `parent`, inherited ones too, that the first `end` tokens of `child` quote."""
-        answers, segment, shared = list[tuple[int, int]](), parent, len(parent.tokens)
+        quoted = (stop for start, stop in self._answers(parent) if self._quotes(child, end, parent.tokens[start:stop]))
+        return max(quoted, default=0)
+
+    def _answers(self, segment: Segment) -> list[tuple[int, int]]:
+        """Start and end of the answers in a segment, inherited ones too."""
+        answers, shared = list[tuple[int, int]](), len(segment.tokens)
         while True:
             answers += [(span.start, span.end) for span in segment.spans if span.end <= shared]
             if segment.parent is None:
-                break
+                return answers
             shared = min(shared, segment.parent[1])
             segment = self._segments[segment.parent[0]]
-        return max((stop for start, stop in answers if self._quotes(child, end, parent.tokens[start:stop])), default=0)
 
     def _quotes(self, segment: Segment, end: int, answer: np.ndarray) -> bool:
         """Whether the answer's tokens are among the first `end` tokens of the segment, added there and not sampled.
@@ -130,10 +182,10 @@ class _Way:
         begins = np.flatnonzero(context[: max(0, len(context) - len(needle) + 1)] == needle[0]).tolist()
         return any(np.array_equal(context[at : at + len(needle)], needle) for at in begins)
 
-    def _follow(self, tail: Segment) -> None:
-        """Add the way to `tail`, and the sub-agents that it used."""
-        until = tail.spans[-1].started_at
-        segment, end = tail, len(tail.tokens)
+    def _follow(self, tail: Segment, last: Span) -> None:
+        """Add the way to the answer `last` of `tail`, and the sub-agents that it used."""
+        until = last.started_at
+        segment, end = tail, last.end
         while end > self.reach.get(segment.id, 0):
             self.reach[segment.id] = end
             self._add_sub_agents(segment, end, until)
@@ -155,7 +207,7 @@ class _Way:
                 continue
             tail = _latest(answered)
             if tail.spans[-1].ended_at <= until:
-                self._follow(tail)
+                self._follow(tail, tail.spans[-1])
 
     def _continuations(self, first: Segment) -> list[Segment]:
         """`first` and the segments that continue it. Parents come before their children."""

@@ -140,6 +140,31 @@ def test_credit_reaches_what_a_program_summarised_or_shortened(format: CompactFo
     assert credit_T[first.sampled].tolist() == [1.0] * kept + [0.0] * len(answers.text("abandoned"))
 
 
+def test_a_request_aside_takes_no_credit(format: CompactFormat, answers: Answers) -> None:
+    """The last request of the session asks for a title, with a prompt of its own."""
+    session = new_session()
+    answered(session, format, [USER], answers.text("look at it"))
+    asked = [USER, {"role": "assistant", "content": "look at it"}, user("go on")]
+    answered(session, format, asked, answers.text("fixed, all tests pass"))
+    system = {"role": "system", "content": "You write titles."}
+    answered(session, format, [system, user("A title for a conversation about lists")], answers.text("lists"), tools=[])
+    main, title = session.build().segments
+    of_main, of_title = path([main, title])
+    assert of_main[main.sampled].all() and not of_title[title.sampled].any()
+
+
+def test_answers_to_tool_results_are_marked(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    answered(session, format, [USER], answers.call("read", path="a.py"))
+    call = session.segments["t.0"].messages[-1]
+    asked = [USER, call, {"role": "tool", "tool_call_id": call["tool_calls"][0].get("id"), "content": "x"}]
+    answered(session, format, asked, answers.text("done"))
+    answered(session, format, asked, answers.text("again"))
+    answered(session, format, [*asked, {"role": "assistant", "content": "again"}, USER], answers.text("more"))
+    marks = {segment.cause: [span.after_tools for span in segment.spans] for segment in session.build().segments}
+    assert marks == {"start": [False, True], "retry": [True, False]}
+
+
 def path(segments: list[Segment]) -> list[np.ndarray]:
     return credit_of(segments, "path")
 

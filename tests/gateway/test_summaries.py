@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn
@@ -58,6 +60,24 @@ async def test_a_header_declares_why_a_context_begins(mill: Mill, answers: Answe
     segments = (await door.seal("t")).segments
     assert [segment.cause for segment in segments] == ["start", "sub_agent", "summary", "edit"]
     assert [segment.parent and segment.parent[0] for segment in segments[:3]] == [None, "t.0", "t.0"]
+
+
+async def test_a_header_declares_the_outcome(mill: Mill, answers: Answers) -> None:
+    """An agent that starts over: nothing in the texts shows that its second context is the one that counts."""
+    door = await mill.gateway(await mill.engine(StandIn([answers.text(text) for text in ("one", "two", "three")])))
+    door.trajectories.create("r", "g", "task", ["t"], {})
+    key = await door.open("t")
+    messages: list[Any] = [USER]
+    await door.say(key, messages)
+    await door.say(key, [*messages, {"role": "user", "content": "Go on."}])
+    again = [{"role": "user", "content": "From the beginning."}]
+    status, error = await door.ask(key, again, {"x-rollmill-outcome": "yes"})
+    assert status == 400 and "x-rollmill-outcome" in error["error"]["message"]
+    assert (await door.ask(key, again, {"x-rollmill-outcome": "true"}))[0] == 200
+    segments = (await door.seal("t")).segments
+    assert [
+        credit_T[each.sampled].max() for each, credit_T in zip(segments, credit_of(segments, "path"), strict=True)
+    ] == [0, 1]
 
 
 async def test_the_gateway_tells_the_window_of_its_engines(mill: Mill, answers: Answers) -> None:

@@ -95,6 +95,45 @@ def test_sub_agents_learn_if_their_result_was_used() -> None:
     }  # fmt: skip
 
 
+def test_a_request_aside_takes_no_credit_whenever_it_comes() -> None:
+    """A title, a classifier or a note: a context of its own that nobody quotes."""
+    a = segment("a", [0, 0, 1, 1, 0, 1, 1, 0, 1], at=[1, 4, 7])
+    title = segment("title", [0, 0, 0, 1], at=[8], parent=(a, 1), cause="edit", seed=5)
+    assert credits([a, title]) == {"a": [1] * 5, "title": [0]}
+    begun = segment("begun", [0, 0, 1], at=[9], parent=(a, 1), cause="fork", seed=6)  # beside the first request
+    assert credits([a, title, begun]) == {"a": [1] * 5, "title": [0], "begun": [0]}
+    # it came first, so the agent's own conversation is a branch of it
+    quota = segment("quota", [0, 0, 1], at=[0], seed=7)
+    main = segment("main", [0, 0, 1, 1, 0, 1], at=[1, 2], parent=(quota, 0), cause="edit", seed=8)
+    assert credits([quota, main]) == {"quota": [0], "main": [1, 1, 1]}
+    late = segment("late", [0, 0, 1], at=[9], parent=(main, 0), cause="edit", seed=9)
+    assert credits([quota, main, late]) == {"quota": [0], "main": [1, 1, 1], "late": [0]}
+
+
+def test_answers_to_one_prompt_are_one_conversation() -> None:
+    a = segment("a", [0, 0, 1], at=[1])
+    b = segment("b", [0, 0, 1, 0, 1], at=[2, 3], parent=(a, 2), cause="fork", seed=4)
+    assert credits([a, b]) == {"a": [0], "b": [1, 1]}
+
+
+def test_a_sub_agent_is_never_the_outcome() -> None:
+    a = segment("a", [0, 1, 1, 0, 1], at=[1, 7])
+    straggler = segment("straggler", [0, 1, 0, 1], at=[2, 7.2], parent=(a, 0), cause="sub_agent", seed=6)
+    assert credits([a, straggler]) == {"a": [1, 1, 1], "straggler": [0, 0]}
+    alone = segment("alone", [0, 1], at=[1], cause="sub_agent")
+    assert credits([alone]) == {"alone": [0]}
+
+
+def test_a_client_declares_the_outcome() -> None:
+    a = segment("a", [0, 1, 0, 1, 0, 1], at=[1, 2, 3])
+    other = segment("other", [0, 0, 1], at=[4], parent=(a, 0), cause="edit", seed=5)
+    assert credits([a, other]) == {"a": [1, 1, 1], "other": [0]}
+    other.spans[0].outcome = True
+    assert credits([a, other]) == {"a": [0, 0, 0], "other": [1]}
+    other.spans[0].outcome, a.spans[1].outcome = False, True
+    assert credits([a, other]) == {"a": [1, 1, 0], "other": [0]}
+
+
 def test_decayed_credit_counts_the_answers_that_follow() -> None:
     a = segment("a", [0, 1, 1, 0, 1], at=[1, 2])
     b = segment("b", [0, 0, 0, 0, 1, 0, 1], at=[3, 4], parent=(a, 4), cause="edit")

@@ -94,6 +94,7 @@ def test_warnings_name_the_figure_and_the_cause():
     [
         ({"mismatch_outside": 0.02}, "less than half as likely"),
         ({"groups_missing": 1}, "the step ran short"),
+        ({"abandoned_share": 0.6}, "not on the way to an outcome"),
         ({"masked_stale": 3}, "Groups of this run never have any"),
         ({"ess": 0.2, "staleness_queue": 0.5, "staleness_flight": 2.0}, "arises in flight"),
         ({"ess": 0.2, "staleness_queue": 2.0, "staleness_flight": 0.5}, "arises in the queue"),

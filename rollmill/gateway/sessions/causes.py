@@ -1,7 +1,9 @@
-"""Why a new context begins: a sub-agent or a summary, as the client declares it or as the texts prove it.
+"""Why a new context begins: a sub-agent or a summary, as the client declares it or as the texts prove it. And which
+answer an episode came to, as far as the client declares it.
 
     x-rollmill-cause: sub_agent | summary
     x-rollmill-parent: SEGMENT               whose agent called the sub-agent or was summarised; default: the latest
+    x-rollmill-outcome: true                 the answer to this request is the outcome: see training/credit.py
 
 Undeclared, only exact containment counts. A fresh context that contains an answer of the session is a summary of that
 answer's segment. One that contains a text from the arguments of a tool call is a sub-agent of the segment that called.
@@ -21,7 +23,7 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.sessions.segments import OpenSegment
 
 DeclaredCause = Literal["sub_agent", "summary"]
-_CAUSE, _PARENT = "x-rollmill-cause", "x-rollmill-parent"
+_CAUSE, _PARENT, _OUTCOME = "x-rollmill-cause", "x-rollmill-parent", "x-rollmill-outcome"
 _SHORTEST = 32  # characters
 _MOST_ANSWERS = 256  # the newest ones are compared
 
@@ -41,6 +43,13 @@ def read_declared(headers: Mapping[str, str]) -> Declared | None:
     if cause not in get_args(DeclaredCause):
         raise GatewayError(f"{_CAUSE} is {str(cause)[:80]!r}", hint=f"one of {', '.join(get_args(DeclaredCause))}")
     return Declared(cast(DeclaredCause, cause), parent)
+
+
+def declares_outcome(headers: Mapping[str, str]) -> bool:
+    said = headers.get(_OUTCOME, "false")
+    if said not in ("true", "false"):
+        raise GatewayError(f"{_OUTCOME} is {said[:80]!r}", hint="true or false")
+    return said == "true"
 
 
 def is_within(segment: OpenSegment | None, cause: DeclaredCause) -> bool:

@@ -198,10 +198,11 @@ class OpenSegment:
         )
         if parent is not None and parent.routes is not None and parent.routes_valid is not None:
             _put_routes(segment, 0, parent.routes[: self.offset], parent.routes_valid[: self.offset])
-        at = self.offset
+        at, inherited = self.offset, self.turns[0].inherited if self.turns else 0
         for turn in self.turns:
             at += len(turn.prompt)
-            _put_answer(segment, at, turn.answer)
+            asked = turn.messages or self.messages[max(0, inherited - 1) : inherited]  # a retry brings no messages
+            _put_answer(segment, at, turn.answer, after_tools=any(each["role"] == "tool" for each in asked))
             at += len(turn.answer.tokens)
         _put_kept(segment, [turn.answer for turn in self.turns])
         return segment
@@ -258,7 +259,7 @@ def _same_call(recorded: dict[str, Any], sent: dict[str, Any]) -> bool:
         return False
 
 
-def _put_answer(segment: Segment, start: int, answer: Answer) -> None:
+def _put_answer(segment: Segment, start: int, answer: Answer, *, after_tools: bool) -> None:
     numbers = []
     for policy in answer.policies:
         if policy not in segment.policies:
@@ -270,7 +271,7 @@ def _put_answer(segment: Segment, start: int, answer: Answer) -> None:
     segment.policy[start:end] = [numbers[index] for index in answer.policy]
     for span in answer.spans:
         oldest = numbers[span.oldest_kv_policy] if span.oldest_kv_policy >= 0 else -1
-        segment.spans.append(Span(**{**vars(span), "oldest_kv_policy": oldest}))
+        segment.spans.append(Span(**{**vars(span), "oldest_kv_policy": oldest, "after_tools": after_tools}))
     for first, rows in answer.routes:
         _put_routes(segment, first, rows, np.ones(len(rows), np.bool_))
 

@@ -25,7 +25,7 @@ from rollmill.errors import TrajectoryChanged
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.training.baseline import make_baseline
-from rollmill.training.batching import STALE, MicroBatch, TokenRule, pack
+from rollmill.training.batching import ABANDONED, STALE, MicroBatch, TokenRule, pack
 from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
 from rollmill.training.diagnostics import finite, warnings
@@ -327,6 +327,7 @@ class RLObjective:
             **({"hinted_tokens": sum(len(part.targets_M) for part in batch.hinted)} if batch.hinted else {}),
             **({"hints_refused": batch.hints_refused} if batch.hints_refused else {}),
             "masked_stale": batch.masked[STALE],
+            "abandoned_share": _share(batch.masked[ABANDONED], outcome.figures.get("trained_tokens", 0)),
             "masked": {reason: count for reason, count in batch.masked.items() if count},
             "excluded": dict(Counter(state.value for state, _ in batch.record.excluded.values())),
             "wait_seconds": batch.wait_seconds,
@@ -338,3 +339,7 @@ class RLObjective:
         telemetry.emit("step", step=outcome.number, steps=outcome.steps, version=outcome.number, **figures)
         for text in warnings(figures, exact=self._mismatch.exact):
             telemetry.emit("warning", step=outcome.number, text=text)
+
+
+def _share(part: int, rest: int) -> float:
+    return part / max(1, part + rest)
