@@ -62,9 +62,9 @@ def train(
     """
     from rollmill.cli.config import print_config
     from rollmill.cli.target import start_settings
-    from rollmill.cluster.checkpoint import check_here, check_stores
     from rollmill.cluster.extend import extend
     from rollmill.cluster.naming import url_of
+    from rollmill.cluster.preflight import check_here, check_parts, check_stores
     from rollmill.cluster.ranks import begin_run
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.cluster.state import is_finished
@@ -87,13 +87,15 @@ def train(
             show_finished(run)
             return
         check_stores(run.config)  # it may have begun on another host
+        check_parts(run.config)
     else:
         if source.is_dir():
             raise ConfigError(f"{source} is a directory, not a RUN.toml", hint=_meant(source))
         config = load_config(RunConfig, source, [*(overrides or ()), *(start_settings(*start) if start else ())])
         if not config.stages:
             raise ConfigError(f"{source} has no [[stages]]: there is nothing to train", hint="`rollmill serve` serves")
-        check_here(config, dry_run=dry_run)
+        for warning in check_here(config, dry_run=dry_run):
+            typer.echo(f"warning: {warning}", err=True)
         if dry_run:
             print_config(config)
             return

@@ -14,12 +14,7 @@ from rollmill.chat.checkpoint import CHAT_FILES
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunConfig
-from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
-from rollmill.kinds import build
-from rollmill.rollouts.config import check_reward_times
-from rollmill.storage.probe import check_database, check_store
-from rollmill.training.stage import RolloutSettings
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.files.exchange import Imported, publish_import
@@ -29,52 +24,6 @@ if TYPE_CHECKING:
     from rollmill.models.huggingface.convert import HuggingFaceModel
 
 TOKENIZER = "tokenizer.json"
-
-
-def check_here(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from, the
-    tokenizer, the tasks; and that its parts agree. Loads no weights. With `dry_run`, the database is not asked."""
-    from rollmill.cluster.prepare import check_tokenizer
-    from rollmill.cluster.start import check_start
-
-    check_stores(config, dry_run=dry_run)
-    if config.device == "cuda":  # the others are always there, and importing torch takes seconds
-        from rollmill.models.device import choose_device
-
-        choose_device(config.device)
-    build(config.cluster).check(config)
-    if config.checkpoint is not None:
-        check_checkpoint(config)
-    if config.start is not None:
-        check_start(config)
-    check_tokenizer(config)
-    check_reward_times(config.rewards, config.rollouts.grading_timeout_s)
-    if config.tasks is not None:
-        check_tasks(config)
-
-
-def check_stores(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Check that this machine can use the store and the database, if they are not files of it."""
-    if config.store is not None:
-        check_store(config.store)
-    if config.database is not None and not config.database.startswith("sqlite") and not dry_run:
-        check_database(config.database)
-
-
-def check_tasks(config: RunConfig) -> None:
-    """Construct the task set: its files are read, every split that evaluations use must have a task, and the sampler
-    must be able to choose from it."""
-    assert config.tasks is not None
-    tasks: TaskSet = build(config.tasks)
-    check = getattr(build(config.sampler), "check", None)
-    if check is not None and any(isinstance(stage, RolloutSettings) and stage.steps for stage in config.stages):
-        check(tasks)
-    for cell in config.evals.cells(tasks):
-        if not tasks.heldout(cell.split, 1):
-            raise ConfigError(
-                f"[tasks] has no task in the split {cell.split!r}, which [evals] measures",
-                hint="give tasks this split; `evals.family_tasks = 0` and `evals.fresh_tasks = 0` leave splits out",
-            )
 
 
 def check_checkpoint(config: RunConfig) -> HuggingFaceModel:

@@ -33,7 +33,8 @@ class Scalar(NamedTuple):
 
 
 class Sink(Protocol):
-    """Constructed with its settings."""
+    """Constructed with its settings. Before a run begins, `preflight()` of a sink that has it raises ConfigError if
+    something it needs is missing, such as a package."""
 
     def open(self, directory: Path, name: str) -> None:
         """Begin anew. `directory`: of the run, where a sink may write. `name`: of the run."""

@@ -36,7 +36,12 @@ class Progress(Protocol):
 class Harness(Protocol):
     """A harness that only writes the files it hands in may have `wants_machine = False`. It then gets a folder that
     can `read`, `write` and `close`, and no machine is started for it: grading starts one. A harness that can go on in
-    the middle of an episode has `resumable = True`, and its `run` takes `progress`."""
+    the middle of an episode has `resumable = True`, and its `run` takes `progress`.
+
+    Two methods are optional. Before a run begins, `preflight()` raises ConfigError if something that the harness needs
+    here is missing, and `opening(task)` returns the first messages and the tools of a task: their tokens must fit into
+    the context.
+    """
 
     name: str
 
@@ -44,6 +49,10 @@ class Harness(Protocol):
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
     ) -> HarnessResult:
         """One episode. HarnessError if the model cannot be reached; MachineError passes through.
+
+        `base_url` is the session's own address and ends with /v1: chat completions are at base_url + /chat/completions.
+        `api_key` is valid for this episode only. Requests with it are recorded as one trajectory. Take `temperature`,
+        `top_p` and `seed` from `sampling`, or leave them out: the run decides them.
 
         When its time is over it is cancelled. It raises HarnessError then if it is waiting for a model that it cannot
         reach, so that the agent is not blamed for it.

@@ -18,6 +18,8 @@ class Grader(Protocol):
 
     A grader with `wants_final_state = True` gets `episode.final_state`: a reference to the state in which the agent
     left its machine. Without one that wants it, no state is saved.
+
+    Before a run begins, `preflight()` of a grader that has it raises ConfigError if something it needs here is missing.
     """
 
     name: str

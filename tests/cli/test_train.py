@@ -175,7 +175,7 @@ def test_a_bad_checkpoint_is_refused_before_anything_is_made(rollmill: Callable[
         '[[stages]]\nkind = "rl"\nsteps = 1\n'
     )
     assert refused(rollmill("train", "mine.toml"), "there is no directory", "`rollmill model get`")
-    make_chat_checkpoint(Path("model"))
+    make_chat_checkpoint(Path("model"), max_position_embeddings=2048)
     tree = tomllib.loads(rollmill("train", "mine.toml", "--dry-run").out)
     assert (tree["model"]["layers"], tree["model"]["vocab_size"]) == (2, 300)
     Path("model/tokenizer.json").unlink()

@@ -13,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from rollmill.cluster.checkpoint import check_here
+from rollmill.cluster.preflight import check_here
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError
 from rollmill.storage import probe

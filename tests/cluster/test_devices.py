@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.checkpoint import check_here
 from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
 from rollmill.cluster.launchers.local import LocalLauncher
+from rollmill.cluster.preflight import check_here
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.kinds import search_also
 from tests.cluster.conftest import make_config

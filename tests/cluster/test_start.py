@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli.target import start_settings
-from rollmill.cluster.checkpoint import TOKENIZER, check_here
+from rollmill.cluster.checkpoint import TOKENIZER
 from rollmill.cluster.naming import describe_run
+from rollmill.cluster.preflight import check_here
 from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config

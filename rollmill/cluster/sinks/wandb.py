@@ -30,11 +30,11 @@ class WeightsAndBiases:
         self._run: Any = None
         self._groups: set[str] = set()
 
+    def preflight(self) -> None:
+        _wandb()
+
     def open(self, directory: Path, name: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(f"the package wandb cannot be imported: {error}", hint="pip install wandb") from None
+        wandb = _wandb()
         self._run = wandb.init(
             project=self._config.project, name=name, dir=str(directory), mode=self._config.mode, reinit="create_new"
         )
@@ -54,3 +54,11 @@ class WeightsAndBiases:
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+def _wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(f"the package wandb cannot be imported: {error}", hint="pip install wandb") from None
+    return wandb

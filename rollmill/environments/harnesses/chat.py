@@ -17,6 +17,7 @@ from typing import Any
 
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
+from rollmill.environments.harnesses.summary import Messages
 from rollmill.environments.harnesses.turns import is_cut, start
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
@@ -39,6 +40,9 @@ class ChatHarness:
     def __init__(self, config: ChatConfig | None = None) -> None:
         self.config = config or ChatConfig()
         self._model = ModelClient(deadline_s=self.config.request_deadline_s)
+
+    def opening(self, task: Task) -> tuple[Messages, list[dict[str, Any]]]:
+        return start(task, self.config.system_prompt), []
 
     async def run(
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling

@@ -15,6 +15,7 @@ from pydantic import Field
 from rollmill.environments.harness import HarnessResult, Progress
 from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
+from rollmill.environments.harnesses.summary import Messages
 from rollmill.environments.harnesses.turns import run_turns, start
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
@@ -52,6 +53,9 @@ class CodingHarness:
         self.config = config or HarnessConfig()
         self._model = ModelClient(deadline_s=self.config.request_deadline_s)
         self._schemas = tools.tool_schemas()
+
+    def opening(self, task: Task) -> tuple[Messages, list[dict[str, Any]]]:
+        return start(task, self.config.system_prompt), self._schemas
 
     async def run(
         self,

@@ -84,6 +84,9 @@ class RemoteHarness:
         self.config = config
         self._session: aiohttp.ClientSession | None = None
 
+    def preflight(self) -> None:
+        self._token()
+
     async def run(
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
     ) -> HarnessResult:

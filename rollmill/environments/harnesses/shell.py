@@ -16,6 +16,7 @@ from pydantic import Field
 from rollmill.environments.harness import HarnessResult, Progress
 from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
+from rollmill.environments.harnesses.summary import Messages
 from rollmill.environments.harnesses.turns import run_turns, start
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
@@ -88,6 +89,9 @@ class ShellHarness:
     def __init__(self, config: ShellConfig | None = None) -> None:
         self.config = config or ShellConfig()
         self._model = ModelClient(deadline_s=self.config.request_deadline_s)
+
+    def opening(self, task: Task) -> tuple[Messages, list[dict[str, Any]]]:
+        return start(task, self.config.system_prompt), [tool.schema() for tool in _TOOLS.values()]
 
     async def run(
         self,

@@ -113,6 +113,9 @@ class Judge:
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
 
+    def preflight(self) -> None:
+        self._key()
+
     async def grade(self, episode: Episode) -> Reward:
         return await self.score("\n\n".join([*transcript_read(episode), *files_read(episode)]))
 
