@@ -3,8 +3,9 @@
     checkpoints/LINE/00000010/state-….safetensors     written first
     checkpoints/LINE/00000010/checkpoint.json         written last, with their digests: now the checkpoint counts
 
-A restart takes the newest one whose bytes match their digests. Versions in the weight store are no substitute: they are
-rounded. training/state.py has the layout of the state; any number of ranks goes on from what any number has written.
+A restart takes the newest one whose bytes match their digests, and a new line the one of its parent. Versions in the
+weight store are no substitute: they are rounded. training/state.py has the layout of the state; any number of ranks
+goes on from what any number has written.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """`save` and `newest` are collective."""
+    """`save`, `newest` and `at` are collective."""
 
     def __init__(self, objects: Objects, keep: int, placement: Placement = WHOLE) -> None:
         self._objects = objects
@@ -86,6 +87,15 @@ class Checkpoints:
                 hint="restore checkpoints/ from a backup, or start another line from a published version",
             )
         return None
+
+    def at(self, line: str, step: int) -> Checkpoint | None:
+        """The checkpoint of one step, if there is one that every rank can read. Collective."""
+        if step not in self._placement.from_first(self.steps(line)):
+            return None
+        found, problem = self._try(line, step)
+        if problem is not None:
+            telemetry.emit("warning", text=f"checkpoint {step} of {line} is unreadable: {problem}")
+        return found if all(self._placement.gather(found is not None)) else None
 
     def _try(self, line: str, step: int) -> tuple[Checkpoint | None, str | None]:
         """The checkpoint, or why it cannot be read."""

@@ -68,6 +68,12 @@ class OptimizerConfig(Config):
         description="Gradients with a larger norm are scaled down to it. Smaller values bound what one unusual batch "
         "can do.",
     )
+    keep_moments: bool = Field(
+        False,
+        description="A stage or cycle always starts from the FP32 masters of its parent's checkpoint, if that is still "
+        "there. With this it also takes over the optimizer's moments: for stages that learn the same thing with the "
+        "same optimizer.",
+    )
 
 
 class TrainingConfig(Config):

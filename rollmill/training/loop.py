@@ -58,7 +58,7 @@ from rollmill.training.forms import publisher_of
 from rollmill.training.lineage import form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
-from rollmill.training.optimizer import MasterOptimizer, Update, learning_rate
+from rollmill.training.optimizer import MasterOptimizer, Update, inherited, learning_rate
 from rollmill.training.placement import Placement
 from rollmill.training.process import fix_bits, on_sigterm
 from rollmill.training.state import copies_of
@@ -102,7 +102,8 @@ class Trainer(Generic[Batch]):
         device: Device = "cpu",
         placement: Placement = WHOLE,
     ) -> None:
-        """`parent`: the published version of another line to start from; None: random weights of the seed.
+        """`parent`: the version of another line to start from: from the FP32 masters in its checkpoint, or without one
+        from its published values. None: random weights of the seed.
 
         `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
         `form`: the form that versions are published in and computed with. `other_forms`: others that they are published
@@ -377,14 +378,39 @@ class Trainer(Generic[Batch]):
             )
         if self._parent is None:
             self._placement.initialise(self._model, self._seed)
-        else:
-            # masters keep the full precision of an imported checkpoint, whatever form is served
-            form = form_held(self._weights, self._parent, self._form)
-            self._placement.load_version(self._model, self._weights, self._parent, form)
+            self._optimizer = self._make_optimizer()
+        elif not self._inherit(self._parent):
+            self._start_from_version(self._parent)
         torch.manual_seed(self._seed)
-        self._optimizer = self._make_optimizer()
         self._save()
         self._publish()
+
+    def _inherit(self, parent: Version) -> bool:
+        """Start from the masters in the parent's checkpoint. False if it has none that rounds to what was published."""
+        if not self._placement.from_first(self._weights.exists(parent, self._form)):
+            return False  # an imported checkpoint
+        manifest = self._weights.manifest(parent, self._form)
+        checkpoint = self._checkpoints.at(parent.line, parent.number if manifest.step is None else manifest.step)
+        if checkpoint is None:
+            return False
+        state, buffers = _parts(checkpoint)
+        self._load_buffers(buffers)
+        self._optimizer = self._make_optimizer(inherited(self._model, self._config.optimizer, state))
+        if self._publisher.matches(manifest, self._publisher.export(self._model)):
+            return True
+        if self._placement.first:
+            text = f"the checkpoint of {parent} holds other weights than were published: its masters are not used"
+            telemetry.emit("warning", text=text)
+        return False
+
+    def _start_from_version(self, parent: Version) -> None:
+        """Start from published values. An imported checkpoint has more precision than a narrower form that is served
+        now; values of the form itself are moved inside their quantum, or small updates would change nothing."""
+        form = form_held(self._weights, parent, self._form)
+        self._placement.load_version(self._model, self._weights, parent, form)
+        self._optimizer = self._make_optimizer()
+        if form == self._form:
+            self._optimizer.dither(self._seed)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)
@@ -399,11 +425,10 @@ class Trainer(Generic[Batch]):
             self._commit(manifest)
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        tensors = dict(checkpoint.tensors)
-        torch.set_rng_state(tensors.pop("rng"))
-        saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_BUFFER)}
-        self._load_buffers({name.removeprefix(_BUFFER): buffer for name, buffer in saved.items()})
-        self._optimizer = self._make_optimizer(tensors)
+        state, buffers = _parts(checkpoint)
+        torch.set_rng_state(checkpoint.tensors["rng"])
+        self._load_buffers(buffers)
+        self._optimizer = self._make_optimizer(state)
         self.step = self._saved = checkpoint.step
         self._bad_steps = checkpoint.bad_steps
 
@@ -440,6 +465,14 @@ class Trainer(Generic[Batch]):
             self._commit(manifest)
         self._lineage = trace_lineage(self._weights, self.line, self._form)
         telemetry.emit("new_line", line=self.line, parent=str(parent), step=self.step, abandons=names, reason=why)
+
+
+def _parts(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state of the optimizer, and the buffers by name."""
+    state = {name: tensor for name, tensor in checkpoint.tensors.items() if name != "rng"}
+    saved = [name for name in state if name.startswith(_BUFFER)]
+    buffers = {name.removeprefix(_BUFFER): state.pop(name) for name in saved}
+    return state, buffers
 
 
 def _why_unchanged(update: Update) -> str:

@@ -202,6 +202,14 @@ class MasterOptimizer:
             return round_to_form_([(name, self._served[name]) for name in names], self._form)
         self._placement.round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
 
+    @torch.no_grad()
+    def dither(self, seed: int) -> None:
+        """The masters are served values: move each to a place inside its quantum. What is served stays the same.
+        Collective."""
+        for name, master in self._masters.items():
+            master.copy_(self._placement.dithered(name, master, self._form, seed))
+        self._serve()
+
     def state(self) -> dict[str, Tensor]:
         """Everything needed to continue bit for bit: `master.NAME`, `mean.NAME`, `square.NAME` and `updates`. Before
         the first update there are no moments."""
@@ -231,6 +239,17 @@ class MasterOptimizer:
                 moment.zero_()
         self._updates = updates
         self._serve()
+
+
+def inherited(model: nn.Module, config: OptimizerConfig, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a new line takes over of its parent's optimizer: the masters, and with `keep_moments` all, if it is of the
+    same kind."""
+    matrices = matrix_parts(model) if config.kind == "muon" else {}
+    squares = {f"square.{name}" for name, _ in model.named_parameters() if name not in matrices}
+    if config.keep_moments and {name for name in state if name.startswith("square.")} == squares:
+        return state
+    masters = {name: tensor for name, tensor in state.items() if name.startswith("master.")}
+    return {**masters, "updates": torch.tensor(0)}
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:

@@ -169,6 +169,10 @@ class Placement(Protocol):
         may be the values. Collective."""
         ...
 
+    def dithered(self, name: str, values: Tensor, form: str, seed: int) -> Tensor:
+        """Rows of a parameter, moved among the numbers that round to them (models/dither.py). Collective."""
+        ...
+
     # bytes in and out
 
     def publisher(

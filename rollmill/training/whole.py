@@ -11,6 +11,7 @@ from torch import Tensor
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import decoder_like, decoder_on, is_full
+from rollmill.models.dither import dithered
 from rollmill.models.host import load_host, to_host
 from rollmill.models.moe import Replay
 from rollmill.models.quantize import round_into
@@ -83,6 +84,9 @@ class WholePlacement:
 
     def round_into(self, parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
         round_into(parameters, form)
+
+    def dithered(self, name: str, values: Tensor, form: str, seed: int) -> Tensor:
+        return dithered(name, values, form, seed)
 
     def publisher(
         self, model: Decoder, weights: WeightStore, line: str, form: str, config: TrainingConfig

@@ -3,10 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollmill.errors import TrainingError, WeightsError
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import load_host
 from rollmill.training import state
+from rollmill.training.checkpoint import Checkpoints
+from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.lineage import next_line, trace_lineage
+from rollmill.training.loop import Trainer
 from rollmill.training.objective import StepOutcome
 from rollmill.training.objectives.rl import RolloutBatch
 from rollmill.types import Version
@@ -46,6 +52,76 @@ def test_a_line_starts_from_a_version_of_another_one(tmp_path: Path):
     assert lineage.position("stranger", 1) is None
     # on a restart the parent is not needed: the line has its own checkpoint
     assert other.trainer(parent=None).run(2) == Version("main", 2)
+
+
+def second_line(world: World, parent: Version, training: TrainingConfig = TRAINING, line: str = "second") -> Trainer:
+    return Trainer(
+        training, world.model, world.objective(), world.weights, world.objects, line, parent,
+        steps=STEPS, seed=4, form=world.forms[0],
+    )  # fmt: skip
+
+
+def saved(world: World, line: str, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoints(world.objects, 9).at(line, step)
+    assert checkpoint is not None
+    return dict(checkpoint.tensors)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
+def test_a_line_starts_from_the_masters_of_its_parent(tmp_path: Path, form: str):
+    """Published versions are rounded: from these, small updates would be lost with every stage and every cycle."""
+    world = World(tmp_path, forms=(form,))
+    world.add_steps()
+    parent = world.trainer().run(2)
+    second_line(world, parent).run(0)
+    before, after = saved(world, "main", 2), saved(world, "second", 0)
+    masters = [name for name in before if name.startswith("master.")]
+    assert masters and all(torch.equal(before[name], after[name]) for name in masters)
+    assert not any(name.startswith("mean.") for name in after) and after["updates"] == 0
+    assert world.weights.manifest(Version("second", 0), form).digest == world.weights.manifest(parent, form).digest
+
+
+def test_a_line_takes_over_the_moments_of_its_parent_by_choice(tmp_path: Path):
+    world = World(tmp_path)
+    world.add_steps()
+    parent = world.trainer().run(2)
+    kept = TRAINING.model_copy(update={"optimizer": OptimizerConfig(lr=0.02, keep_moments=True)})
+    second_line(world, parent, kept).run(0)
+    before, after = saved(world, "main", 2), saved(world, "second", 0)
+    assert after["updates"] == 2 and all(torch.equal(before[name], after[name]) for name in before if name != "rng")
+    # those of another optimizer do not fit: it starts with the masters alone
+    muon = TRAINING.model_copy(update={"optimizer": OptimizerConfig(lr=0.02, keep_moments=True, kind="muon")})
+    second_line(world, parent, muon, "third").run(0)
+    after = saved(world, "third", 0)
+    assert after["updates"] == 0 and torch.equal(after["master.embedding"], before["master.embedding"])
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
+def test_without_a_checkpoint_masters_are_spread_over_their_quantum(tmp_path: Path, form: str):
+    world = World(tmp_path, forms=(form,))
+    world.add_steps()
+    parent = world.trainer().run(1)
+    for key in world.objects.list("checkpoints/main"):
+        world.objects.delete(key)
+    second_line(world, parent).run(0)
+    assert world.weights.manifest(Version("second", 0), form).digest == world.weights.manifest(parent, form).digest
+    model, masters = Decoder(world.model), saved(world, "second", 0)
+    load_host(model, world.weights.load(parent, form))
+    for name, value in model.named_parameters():
+        assert (masters[f"master.{name}"] != value).float().mean() > 0.7, name
+
+
+def test_a_checkpoint_with_other_weights_than_were_published_is_not_used(tmp_path: Path):
+    world = World(tmp_path)
+    world.add_steps()
+    parent = world.trainer().run(2)
+    checkpoints = Checkpoints(world.objects, 9)
+    found = checkpoints.at("main", 2)
+    assert found is not None
+    found.tensors["master.embedding"].add_(1)
+    checkpoints.save(found)
+    second_line(world, parent).run(0)
+    assert world.weights.manifest(Version("second", 0)).digest == world.weights.manifest(parent).digest
 
 
 def test_names_of_successor_lines(tmp_path: Path):

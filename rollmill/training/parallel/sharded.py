@@ -12,14 +12,16 @@ from torch import Tensor
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import compute_dtype
+from rollmill.models.dither import dithered
 from rollmill.models.moe import Replay
+from rollmill.models.quantize import is_quantised, quantises
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig
 from rollmill.training.parallel.load import drawn_rows, fill_rows, stored_rows
 from rollmill.training.parallel.mesh import Meshes
 from rollmill.training.parallel.publish import ShardPublisher, shard_publisher
-from rollmill.training.parallel.rows import Shards, local, rounded
+from rollmill.training.parallel.rows import Shards, local, own_rows, rounded, whole_matrix
 from rollmill.training.parallel.shard import release, sharded_decoder
 from rollmill.training.parallel.spread import SpreadPasses, spread_logprobs
 from rollmill.training.parallel.state import read_state, write_state
@@ -111,6 +113,12 @@ class ShardedPlacement:
     def round_into(self, parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
         for name, values, target in parameters:
             target.copy_(rounded(name, values, form, self.shards))
+
+    def dithered(self, name: str, values: Tensor, form: str, seed: int) -> Tensor:
+        if values.dim() == 2 and is_quantised(form) and quantises(name, values):
+            whole = dithered(name, whole_matrix(name, values, self.shards), form, seed)
+            return own_rows(name, whole, self.shards)
+        return dithered(name, values, form, seed, self.shards.own(name).elements[0])
 
     def publisher(
         self, model: Decoder, weights: WeightStore, line: str, form: str, config: TrainingConfig

@@ -62,6 +62,21 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
             assert torch.equal(of_rank[0]["masters again"][name], master), name
 
 
+def dither(world: World | None, path: Path, forms: list[str]) -> list[dict[str, Any]]:
+    shape = (1, 1, 1) if world is None else (2, 2, 1)
+    runs = [Run(path, world, "mixture", shape, ADAMW, form) for form in forms]
+    for run in runs:
+        run.optimizer.dither(3)
+    return [run.masters() for run in runs]
+
+
+def test_ranks_move_masters_inside_their_quantum_as_one_process_does(tmp_path: Path) -> None:
+    forms = ["bf16", "fp8", "nvfp4"]
+    for found in run_ranks(tmp_path / "ranks", 2, dither, tmp_path / "runs", forms):
+        for own, expected in zip(found, dither(None, tmp_path / "alone", forms), strict=True):
+            assert all(torch.equal(own[name], master) for name, master in expected.items())
+
+
 def resume(world: World | None, path: Path, shape: Shape) -> dict[str, Any]:
     """Go on from the newest checkpoint by one step, and leave another."""
     run = Run(path, world, "mixture", shape, ADAMW)
