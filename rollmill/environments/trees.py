@@ -16,8 +16,10 @@ from pathlib import Path
 
 from rollmill.environments.machine import WORK, ExecResult, Machine
 from rollmill.environments.machines.layers import safe_path
+from rollmill.environments.machines.tar import ArchiveError, Entry, Tar
 
 LARGEST = 1 << 27  # bytes of a tree
+_MOST_ENTRIES = 1_000_000
 _LIMIT_S = 300.0  # for a command of ours
 _NO_DIRECTORY = 66
 # what tar says about files that it cannot read must not be mixed with the archive
@@ -85,34 +87,32 @@ def unpack(data: bytes, target: Path, max_bytes: int = LARGEST) -> None:
     written: dict[str, Path] = {}  # by path in the archive, for hard links
     size = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            for member in archive:
-                path = safe_path(member.name)
-                if path is None or member.issparse():
-                    continue
-                place = target / path
-                if member.isdir():
-                    place.mkdir(parents=True, exist_ok=True)
-                    continue
-                content = _content(archive, member, written)
-                if content is None:
-                    continue
-                size += len(content)  # a hard link repeats its file
-                if size > max_bytes:
-                    raise OSError(errno.EFBIG, f"the tree has more than {max_bytes} bytes", path)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(content)
-                if member.mode & 0o100:
-                    place.chmod(place.stat().st_mode | 0o111)
-                written[path] = place
-    except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
+        for entry in (tar := Tar(io.BytesIO(data), most_bytes=len(data), most_entries=_MOST_ENTRIES)):
+            path = safe_path(entry.name)
+            if path is None:
+                continue
+            place = target / path
+            if entry.kind == "directory":
+                place.mkdir(parents=True, exist_ok=True)
+                continue
+            content = _content(tar, entry, written)
+            if content is None:
+                continue
+            size += len(content)  # a hard link repeats its file
+            if size > max_bytes:
+                raise OSError(errno.EFBIG, f"the tree has more than {max_bytes} bytes", path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+            if entry.mode & 0o100:
+                place.chmod(place.stat().st_mode | 0o111)
+            written[path] = place
+    except ArchiveError as error:
         raise OSError(errno.EBADMSG, f"a machine packed no proper archive: {str(error)[:200]}") from None
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, written: dict[str, Path]) -> bytes | None:
+def _content(tar: Tar, entry: Entry, written: dict[str, Path]) -> bytes | None:
     """None for what is no regular file. A hard link is the file that came before it."""
-    if member.islnk():
-        first = written.get(safe_path(member.linkname) or "")
+    if entry.kind == "hard link":
+        first = written.get(safe_path(entry.target) or "")
         return None if first is None else first.read_bytes()
-    file = archive.extractfile(member) if member.isreg() else None
-    return None if file is None else file.read()
+    return tar.read() if entry.kind == "file" else None

@@ -15,7 +15,6 @@ import asyncio
 import io
 import json
 import os
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from rollmill.environments.machine import ExecResult, Machine, MachineHost
 from rollmill.environments.machines import images, layers
 from rollmill.environments.machines.build_image import build_image, remove_image
 from rollmill.environments.machines.images import ImageRecord, LayerRecord
+from rollmill.environments.machines.tar import ArchiveError, Tar
 from rollmill.environments.machines.verify_image import verify
 from rollmill.environments.sections import MachineSection
 from rollmill.environments.task import Task
@@ -40,7 +40,7 @@ from rollmill.rollouts.endpoint import Endpoint, EndpointProxy
 from rollmill.types import Sampling
 
 CLEAN_RUNS = 2
-_LARGEST = 200 << 20  # bytes of the work directory
+_LARGEST, _MOST_ENTRIES = 200 << 20, 1_000_000  # bytes and files of the work directory
 _INSTRUCTION = """\
 Set up the repository in the current directory so that each of these commands passes when it is run there by `sh -c`:
 
@@ -206,12 +206,11 @@ def _keep(name: str, recipe: Recipe, packed: bytes, transcripts: list[list[dict[
         target = Path(temporary, "work")
         target.mkdir()
         try:
-            with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-                for member in archive:
-                    path = layers.safe_path(member.name)
-                    if member.isreg() and path is not None:
-                        layers.write(target, path, member, archive)
-        except (tarfile.TarError, OSError) as error:
+            for entry in (tar := Tar(io.BytesIO(packed), most_bytes=_LARGEST, most_entries=_MOST_ENTRIES)):
+                path = layers.safe_path(entry.name)
+                if entry.kind == "file" and path is not None:
+                    layers.write(target, path, entry.mode, tar)
+        except (ArchiveError, OSError) as error:
             raise TaskError(f"the work directory of the machine cannot be unpacked: {error}") from None
         layer = layers.keep(target, root)
     parts = [*kept, LayerRecord(place="work", digest=layer.digest, bytes=layer.bytes)]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import io
-import tarfile
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from rollmill.environments.machine import ExecResult, Machine, MachineHost
+from rollmill.environments.machines.tar import ArchiveError, Entry, Tar
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine, stays_inside
 from rollmill.environments.tasks.jsonl import check_path
@@ -24,6 +24,7 @@ from rollmill.errors import MachineError, TaskError
 _PACK = ["sh", "-c", "exec tar -cf - . 2> /dev/null"]
 PACK_S = 20.0  # an agent whose work directory takes longer to pack hands in nothing
 _MAX_ARCHIVE = 1 << 27  # bytes
+_MOST_ENTRIES = 100_000
 _LEFT_OUT = frozenset({".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
 
 
@@ -105,22 +106,22 @@ def _read(packed: ExecResult) -> _Tree:
     links: dict[str, str] = {}
     executable: set[str] = set()
     size = 0
+    tar = Tar(io.BytesIO(packed.output), most_bytes=_MAX_ARCHIVE, most_entries=_MOST_ENTRIES)
     try:
-        with tarfile.open(fileobj=io.BytesIO(packed.output), mode="r:") as archive:
-            for member in archive:
-                path = _path(member.name)
-                if path is not None and member.issym() and stays_inside(path, member.linkname):
-                    links[path] = member.linkname
-                data = _contents(archive, member, files)
-                if path is None or data is None:
-                    continue
-                size += len(data)  # a link repeats its file
-                if size > _MAX_ARCHIVE:
-                    raise _Refused(f"the files have more than {_MAX_ARCHIVE >> 20} MiB")
-                files[path] = data
-                if member.mode & 0o100:
-                    executable.add(path)
-    except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
+        for entry in tar:
+            path = _path(entry.name)
+            if path is not None and entry.kind == "link" and stays_inside(path, entry.target):
+                links[path] = entry.target
+            data = _contents(tar, entry, files)
+            if path is None or data is None:
+                continue
+            size += len(data)  # a link repeats its file
+            if size > _MAX_ARCHIVE:
+                raise _Refused(f"the files have more than {_MAX_ARCHIVE >> 20} MiB")
+            files[path] = data
+            if entry.mode & 0o100:
+                executable.add(path)
+    except ArchiveError as error:
         raise _Refused(f"the work directory could not be packed: {str(error)[:200]}") from None
     kept = {path: data for path, data in files.items() if _is_kept(path)}
     return _Tree(kept, executable & kept.keys(), {path: target for path, target in links.items() if _is_kept(path)})
@@ -130,18 +131,12 @@ def _is_kept(path: str) -> bool:
     return not _LEFT_OUT & set(PurePosixPath(path).parts) and not path.endswith(".pyc")
 
 
-def _contents(archive: tarfile.TarFile, member: tarfile.TarInfo, files: dict[str, bytes]) -> bytes | None:
+def _contents(tar: Tar, entry: Entry, files: dict[str, bytes]) -> bytes | None:
     """None for what is no regular file. A hard link is the file that came before it."""
-    if member.islnk():
-        linked = _path(member.linkname)
+    if entry.kind == "hard link":
+        linked = _path(entry.target)
         return None if linked is None else files.get(linked)
-    if not member.isreg():
-        return None
-    if member.size > _MAX_ARCHIVE:  # a sparse file
-        raise _Refused(f"{member.name!r} has {member.size} bytes")
-    content = archive.extractfile(member)
-    assert content is not None
-    return content.read()
+    return tar.read() if entry.kind == "file" else None
 
 
 def _path(name: str) -> str | None:

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import io
 import os
-import shutil
 import stat
 import tarfile
 import tempfile
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 import zstandard
 
+from rollmill.environments.machines.tar import ArchiveError, Tar
 from rollmill.errors import ObjectExists, ObjectMissing, TaskError
 from rollmill.storage.objects import Objects
 
@@ -104,12 +104,9 @@ def fetch(layer: str, root: Path, store: Objects) -> None:
         unpacked = Path(temporary, "layer")
         unpacked.mkdir()
         try:
-            with (
-                zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream,
-                tarfile.open(fileobj=stream, mode="r|") as archive,
-            ):
-                unpack(archive, unpacked)
-        except (tarfile.TarError, zstandard.ZstdError, EOFError, OSError) as error:
+            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
+                unpack(Tar(stream, most_bytes=_LARGEST, most_entries=_MOST_FILES), unpacked)
+        except (ArchiveError, zstandard.ZstdError, OSError) as error:
             raise TaskError(f"layer {layer[:12]} of {store.url} is damaged: {error}") from None
         found = measure(unpacked).digest
         if found != layer:
@@ -118,29 +115,24 @@ def fetch(layer: str, root: Path, store: Objects) -> None:
             os.rename(unpacked, place)
 
 
-def unpack(archive: tarfile.TarFile, target: Path) -> None:
+def unpack(tar: Tar, target: Path) -> None:
     """Unpack the regular files of an untrusted archive. Anything that is not plain is refused, not skipped."""
-    size = 0
-    for count, member in enumerate(archive):
-        path = safe_path(member.name)
-        size += member.size
-        if size > _LARGEST or count > _MOST_FILES:
-            raise TaskError("a layer is larger than any that this builds", hint=f"at most {_LARGEST >> 30} GiB")
-        if member.isdir():
+    for entry in tar:
+        path = safe_path(entry.name)
+        if entry.kind == "directory":
             continue
-        if path is None or not member.isreg() or "__pycache__" in path.split("/")[:-1]:  # no digest covers those
-            raise TaskError(f"a layer has an entry that is no plain file: {member.name!r}")
-        write(target, path, member, archive)
+        if path is None or entry.kind != "file" or "__pycache__" in path.split("/")[:-1]:  # no digest covers those
+            raise TaskError(f"a layer has an entry that is no plain file: {entry.name!r}")
+        write(target, path, entry.mode, tar)
 
 
-def write(target: Path, path: str, member: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
+def write(target: Path, path: str, mode: int, tar: Tar) -> None:
+    """Write the content of the current entry of an archive."""
     place = target / path
     place.parent.mkdir(parents=True, exist_ok=True)
-    source = archive.extractfile(member)
-    assert source is not None
     with place.open("xb") as file:  # a second entry of the same name is refused by the operating system
-        shutil.copyfileobj(source, file, 1 << 20)
-    place.chmod(0o755 if member.mode & 0o100 else 0o644)
+        tar.copy_to(file)
+    place.chmod(0o755 if mode & 0o100 else 0o644)
 
 
 def safe_path(name: str) -> str | None:

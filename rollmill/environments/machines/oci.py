@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import shutil
-import tarfile
 import tempfile
 import zlib
 from pathlib import Path
@@ -22,11 +21,14 @@ import zstandard
 from pydantic import BaseModel, Field, ValidationError
 
 from rollmill.environments.machines import layers
+from rollmill.environments.machines.tar import ArchiveError, Entry, Tar
 from rollmill.errors import TaskError
 
 _MOST_JSON = 4 << 20
 _LARGEST = 4 << 30  # bytes of all files that are taken
+_LARGEST_ARCHIVE = 16 << 30  # bytes of an archive of a layout, with every layer as it is packed
 _MOST_ENTRIES = 1_000_000
+_UNREADABLE = (zstandard.ZstdError, OSError, EOFError, zlib.error)  # what decompressors raise
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 
 
@@ -64,15 +66,18 @@ def take_files(image: Path, inside: str, target: Path) -> None:
 def _open_archive(image: Path, target: Path) -> None:
     """Unpack the layout itself: index.json, oci-layout and blobs/sha256/*."""
     try:
-        with tarfile.open(image) as archive:
-            for member in archive:
-                path = layers.safe_path(member.name)
+        with image.open("rb") as file:
+            tar = Tar(_plain(file), most_bytes=_LARGEST_ARCHIVE, most_entries=_MOST_ENTRIES)
+            for entry in tar:
+                path = layers.safe_path(entry.name)
                 if path is None:
-                    if member.name.strip("./"):
-                        raise TaskError(f"{image} has an entry that leads outside: {member.name!r}")
-                elif member.isreg() and (path in ("index.json", "oci-layout") or path.startswith("blobs/sha256/")):
-                    layers.write(target, path, member, archive)
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+                    if entry.name.strip("./"):
+                        raise TaskError(f"{image} has an entry that leads outside: {entry.name!r}")
+                elif entry.kind == "file" and (
+                    path in ("index.json", "oci-layout") or path.startswith("blobs/sha256/")
+                ):
+                    layers.write(target, path, entry.mode, tar)
+    except (ArchiveError, *_UNREADABLE) as error:
         raise TaskError(
             f"{image} is not an archive of an OCI image: {str(error).partition(chr(10))[0]}",
             hint="`podman save --format oci-archive` and `skopeo copy … oci-archive:FILE` write one",
@@ -120,44 +125,43 @@ def _blob(layout: Path, descriptor: Descriptor) -> bytes:
 def _apply(layout: Path, layer: Descriptor, prefix: str, target: Path, taken: int) -> int:
     """Apply one layer. Returns the bytes that have been written so far."""
     try:
-        with _path(layout, layer).open("rb") as file, tarfile.open(fileobj=_tar(file), mode="r|") as archive:
-            for count, member in enumerate(archive):
-                if count > _MOST_ENTRIES:
-                    raise TaskError("a layer of the image has too many entries")
-                path = layers.safe_path(member.name.lstrip("/"))
+        with _path(layout, layer).open("rb") as file:
+            tar = Tar(_plain(file), most_bytes=_LARGEST, most_entries=_MOST_ENTRIES, needs_end=False)  # as of umoci
+            for entry in tar:
+                path = layers.safe_path(entry.name.lstrip("/"))
                 if path is None:
-                    if member.name.strip("./"):
-                        raise TaskError(f"a layer of the image has an entry that leads outside: {member.name!r}")
+                    if entry.name.strip("./"):
+                        raise TaskError(f"a layer of the image has an entry that leads outside: {entry.name!r}")
                     continue
-                taken += member.size if member.isreg() else 0
+                taken += entry.size if entry.kind == "file" else 0
                 if taken > _LARGEST:
                     raise TaskError(f"the image has more than {_LARGEST >> 30} GiB of files")
-                _take(archive, member, path, prefix, target)
-    except (tarfile.TarError, zstandard.ZstdError, OSError, EOFError, zlib.error) as error:
+                _take(tar, entry, path, prefix, target)
+    except (ArchiveError, *_UNREADABLE) as error:
         raise TaskError(f"the layer {layer.digest} cannot be read: {error}") from None
     return taken
 
 
-def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, prefix: str, target: Path) -> None:
+def _take(tar: Tar, entry: Entry, path: str, prefix: str, target: Path) -> None:
     folder, _, name = path.rpartition("/")
     if name.startswith(_WHITEOUT):
         gone = folder if name == _OPAQUE else f"{folder}/{name.removeprefix(_WHITEOUT)}".lstrip("/")
         return _remove(_below(gone, prefix), target, is_above=_is_above(gone, prefix))
     inside = _below(path, prefix)
-    if inside is None or (inside == "" and not member.isdir()):
-        if _is_above(path, prefix) and not member.isdir():
+    if inside is None or (inside == "" and entry.kind != "directory"):
+        if _is_above(path, prefix) and entry.kind != "directory":
             _remove("", target)
         return
     for above in list(Path(inside).parents)[:-1]:  # a directory replaces a file of an earlier layer
         if (target / above).is_file():
             (target / above).unlink()
-    if member.isdir():
+    if entry.kind == "directory":
         if (target / inside).is_file():
             (target / inside).unlink()
         return
     _remove(inside, target)
-    if member.isreg():
-        layers.write(target, inside, member, archive)
+    if entry.kind == "file":
+        layers.write(target, inside, entry.mode, tar)
 
 
 def _below(path: str, prefix: str) -> str | None:
@@ -183,33 +187,6 @@ def _remove(inside: str | None, target: Path, *, is_above: bool = False) -> None
             shutil.rmtree(place)
         else:
             place.unlink(missing_ok=True)
-
-
-class _Whole(io.RawIOBase):
-    """A tar that ends as tars do. `umoci insert` leaves out the rest of the last block and the end, and the tools that
-    read its images do not mind."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._length = 0
-        self._end: bytes | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        self._length += len(data)
-        if not data:
-            if self._end is None:
-                self._end = bytes(-self._length % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
-            data, self._end = self._end[: len(buffer)], self._end[len(buffer) :]
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _tar(file: IO[bytes]) -> IO[bytes]:
-    return io.BufferedReader(_Whole(_plain(file)))
 
 
 def _plain(file: IO[bytes]) -> IO[bytes]:

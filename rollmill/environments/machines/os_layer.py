@@ -22,7 +22,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from pathlib import Path
 import zstandard
 
 from rollmill.environments.machines import layers
+from rollmill.environments.machines.tar import ArchiveError, Tar
 from rollmill.errors import TaskError
 
 ARCHIVE = "root.tar.zst"  # the layer's file
@@ -159,10 +159,9 @@ def unpacked_root(layer: Path, root: Path) -> str:
             with (
                 (layer / ARCHIVE).open("rb") as file,
                 zstandard.ZstdDecompressor().stream_reader(file) as stream,
-                tarfile.open(fileobj=stream, mode="r|") as archive,
             ):
-                _unpack(archive, tree)
-        except (tarfile.TarError, zstandard.ZstdError, OSError, EOFError) as error:
+                _unpack(Tar(stream, most_bytes=_LARGEST, most_entries=_MOST_ENTRIES), tree)
+        except (ArchiveError, zstandard.ZstdError, OSError) as error:
             raise TaskError(f"the operating system {layer.name[:12]} cannot be unpacked: {error}") from None
         tree.chmod(0o755)
         with contextlib.suppress(OSError):  # another process was faster
@@ -170,32 +169,26 @@ def unpacked_root(layer: Path, root: Path) -> str:
     return str(place)
 
 
-def _unpack(archive: tarfile.TarFile, tree: Path) -> None:
-    size = 0
-    for count, member in enumerate(archive):
-        size += member.size if member.isreg() else 0
-        if count > _MOST_ENTRIES or size > _LARGEST:
-            raise TaskError(f"an operating system has more than {_LARGEST >> 30} GiB or {_MOST_ENTRIES} files")
-        path = layers.safe_path(member.name)
+def _unpack(tar: Tar, tree: Path) -> None:
+    for entry in tar:
+        path = layers.safe_path(entry.name)
         if path is None:
-            if member.name.strip("./"):
-                raise TaskError(f"an operating system has an entry that leads outside: {member.name!r}")
+            if entry.name.strip("./"):
+                raise TaskError(f"an operating system has an entry that leads outside: {entry.name!r}")
             continue
         place = _inside(tree, path)
-        if member.isdir():
+        if entry.kind == "directory":
             if not place.is_symlink():  # else both would follow it, perhaps to a directory of this host
                 place.mkdir(exist_ok=True)
-                place.chmod(member.mode & 0o755 | 0o700)
-        elif member.issym():
-            place.symlink_to(member.linkname)
-        elif member.islnk() and (linked := layers.safe_path(member.linkname)) is not None:
+                place.chmod(entry.mode & 0o755 | 0o700)
+        elif entry.kind == "link":
+            place.symlink_to(entry.target)
+        elif entry.kind == "hard link" and (linked := layers.safe_path(entry.target)) is not None:
             os.link(_inside(tree, linked), place, follow_symlinks=False)
-        elif member.isreg():
-            source = archive.extractfile(member)
-            assert source is not None
+        elif entry.kind == "file":
             with place.open("xb") as file:
-                shutil.copyfileobj(source, file, 1 << 20)
-            place.chmod(member.mode & 0o755 | 0o600)  # nothing runs with the rights of another user
+                tar.copy_to(file)
+            place.chmod(entry.mode & 0o755 | 0o600)  # nothing runs with the rights of another user
 
 
 def _inside(tree: Path, path: str) -> Path:
