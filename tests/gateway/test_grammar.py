@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from rollmill.gateway.dialect import ModelRequest
 from rollmill.gateway.grammars import grammar_of
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.embedded.grammar import Grammars, apply_masks
+from rollmill.inference.embedded.grammar_check import GrammarCheck
 from rollmill.inference.server import make_app, serving
 from rollmill.trajectories.kept import decode_kept, split_kept
 from rollmill.types import Sampling
@@ -227,3 +231,57 @@ async def test_each_dialect_asks_for_the_same_grammar(mill: Mill, answers: Answe
     for choice in ({"type": "function", "function": {"name": "fly"}}, 7, {"type": "function", "function": 3}):
         assert (await door.ask(key, [USER], tool_choice=choice))[0] == 400
     assert (await door.ask(key, [USER], response_format={"type": "xml"}))[0] == 400
+
+
+BOMB = {"allOf": [{"type": "string", "pattern": f"^.*{i}.*$"} for i in range(200)]}
+
+
+async def test_a_grammar_that_costs_too_much_is_refused_by_name_and_others_are_answered(
+    mill: Mill, tmp_path: Path
+) -> None:
+    config = TINY.model_copy(update={"vocab_size": mill.tokenizer.vocab_size})
+    mill.tokenizer.save(tmp_path / "tokenizer.json")
+    mill.plan("a", "b")
+    engine = EmbeddedEngine(config, ENGINE, device=DEVICE, tokenizer=tmp_path / "tokenizer.json")
+    async with engine, serving(make_app(engine), "127.0.0.1", 0) as runner:
+        await engine.apply(make_update(1, config))
+        host, port = runner.addresses[0][:2]
+        async with mill.running(EngineEndpoint(f"http://{host}:{port}", "home")) as door:
+            key, other = await door.open("a"), await door.open("b")
+            bomb = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": BOMB}}
+            asked = [
+                asyncio.create_task(door.ask(key, [USER], tools=[], response_format=bomb, max_tokens=4))
+                for _ in range(3)
+            ]
+            status, _ = await door.ask(other, [USER], tools=[], max_tokens=4)
+            assert status == 200 and not all(task.done() for task in asked)
+            for status, reply in await asyncio.gather(*asked):
+                assert status == 400 and "most of it is in #/allOf" in reply["error"]["message"], reply
+            status, _ = await door.ask(key, [USER], tools=[], response_format=FORMAT, max_tokens=40, seed=3)
+            assert status == 200
+
+
+def children_of_this_process() -> list[int]:
+    found = subprocess.run(
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "llguidance" in line]
+
+
+async def test_a_grammar_may_not_be_longer_than_its_bound() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(12000)}}
+    with pytest.raises(EngineError, match="characters, more than 262,144 .most of it is in #/properties"):
+        await GrammarCheck()(f"start: body\nbody: %json {json.dumps(schema)}\n")
+
+
+async def test_a_check_ends_with_its_request() -> None:
+    check = GrammarCheck()
+    waiting = asyncio.create_task(check(f"start: body\nbody: %json {json.dumps(BOMB)}\n"))
+    async with asyncio.timeout(20):
+        while not (children := await asyncio.to_thread(children_of_this_process)):
+            pass
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not set(children) & set(children_of_this_process())
+    await check('start: "a"')

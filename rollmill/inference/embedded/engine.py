@@ -97,7 +97,7 @@ class EmbeddedEngine:
             yield GenerateChunk([], [], [], [], finish="length")  # no room for a token: that is data, not an error
             return
         chunks = _Chunks()
-        grammar = await asyncio.to_thread(self._grammar, request) if request.sampling.grammar is not None else None
+        grammar = await self._grammar(request) if request.sampling.grammar is not None else None
         generation = self._generation(request, stream, chunks)
         generation.grammar = grammar
         finish = None
@@ -165,14 +165,16 @@ class EmbeddedEngine:
     def histograms(self) -> Mapping[str, Histogram]:
         return self._activity.histograms
 
-    def _grammar(self, request: GenerateRequest) -> GrammarState:
+    async def _grammar(self, request: GenerateRequest) -> GrammarState:
         grammar, ends = request.sampling.grammar, request.sampling.stop_tokens
         if self._grammars is None or grammar is None or not ends:
             raise EngineError(
                 "a grammar needs an engine with a tokenizer, and a stop token",
                 hint="ask without a format of the output",
             )
-        return self._grammars.start(grammar, ends[0], request.tokens[len(request.tokens) - request.answered :])
+        await self._grammars.check(grammar)
+        answered = request.tokens[len(request.tokens) - request.answered :]
+        return await asyncio.to_thread(self._grammars.start, grammar, ends[0], answered)
 
     def _generation(self, request: GenerateRequest, stream: bool, chunks: _Chunks) -> Generation:
         self._requests += 1

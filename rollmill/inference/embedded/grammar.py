@@ -6,6 +6,7 @@ can be computed again from the record: it depends on `Sampling.grammar` and on t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from rollmill.errors import EngineError
+from rollmill.inference.embedded.grammar_check import LIMITS, GrammarCheck
+
+_COMPILED = 32  # grammars kept
 
 
 class Grammars:
@@ -25,20 +29,33 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._by_end: dict[int, llguidance.LLTokenizer] = {}
+        self._compiled: dict[tuple[int, str], llguidance.LLMatcher] = {}
+        self._lock = threading.Lock()  # requests start in threads
+        self.check = GrammarCheck()
 
     def start(self, grammar: str, end: int, sampled: Sequence[int]) -> GrammarState:
-        """The state after the tokens `sampled`. `end` is the token that ends an answer. Raises EngineError."""
-        if end not in self._by_end:
-            text = self._tokenizer.read_text(encoding="utf-8")
-            self._by_end[end] = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end)
-        matcher = llguidance.LLMatcher(self._by_end[end], grammar, log_level=0)
-        problem = matcher.get_error()
-        if problem:
-            raise EngineError(f"the grammar cannot be used: {problem[:300]}")
-        state = GrammarState(matcher, self._vocab_size, end)
+        """The state after the tokens `sampled`. `end` is the token that ends an answer. Raises EngineError. A grammar
+        that a client sent has to pass `check` first."""
+        compiled = self._compiled.get((end, grammar)) or self._compile(grammar, end)
+        with self._lock:
+            self._compiled[end, grammar] = compiled
+            if len(self._compiled) > _COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            state = GrammarState(compiled.deep_copy(), self._vocab_size, end)
         for token in sampled:
             state.accept(token)
         return state
+
+    def _compile(self, grammar: str, end: int) -> llguidance.LLMatcher:
+        if end not in self._by_end:
+            text = self._tokenizer.read_text(encoding="utf-8")
+            self._by_end[end] = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end)
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(self._by_end[end], grammar, log_level=0, limits=limits)
+        problem = matcher.get_error()
+        if problem:
+            raise EngineError(f"the grammar cannot be used: {problem[:300]}")
+        return matcher
 
 
 class GrammarState:
