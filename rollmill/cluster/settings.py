@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -215,8 +217,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _engines_can_be_told_apart(self) -> RunConfig:
-        names = [spec.name for spec in self.engine_specs]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        names = collections.Counter(spec.name for spec in self.engine_specs)
+        twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"two engines are called {twice!r}: a region cannot have the name of another one's engine")
         if self.device == "cpu" and any(table.gpus for table in self.engines):
@@ -295,10 +297,14 @@ class RunConfig(Config):
             raise ValueError(f"{EXACT_KV}: turn one of them off")
         return self
 
-    @property
+    @functools.cached_property
     def engine_specs(self) -> list[EngineSpec]:
         """Every engine of the run."""
         return engine_specs(self.engines)
+
+    @functools.cached_property
+    def _engines_by_name(self) -> dict[str, EngineSpec]:
+        return {spec.name: spec for spec in self.engine_specs}
 
     def form_of(self, engine: EngineSpec) -> str:
         """The form that an engine serves."""
@@ -326,8 +332,7 @@ class RunConfig(Config):
 
     def engine_spec(self, name: str) -> EngineSpec:
         """The engine of this name. A canary is as the engine beside it."""
-        beside = next(spec for spec in self.engine_specs if spec.name == name.removesuffix(CANARY))
-        return replace(beside, name=name)
+        return replace(self._engines_by_name[name.removesuffix(CANARY)], name=name)
 
     @property
     def checkpoint_line(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
@@ -78,8 +79,10 @@ class EngineSpec:
 def engine_specs(tables: Iterable[EnginesSection]) -> list[EngineSpec]:
     """Every engine, in the order of the tables."""
     found: list[EngineSpec] = []
+    engines: collections.Counter[str] = collections.Counter()  # by region
     for table in tables:
         for _ in range(table.count):
-            before = sum(spec.region == table.region for spec in found)
-            found.append(EngineSpec(f"{table.region}-{before + 1}" if before else table.region, table))
+            engines[table.region] += 1
+            number = engines[table.region]
+            found.append(EngineSpec(f"{table.region}-{number}" if number > 1 else table.region, table))
     return found

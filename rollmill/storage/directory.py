@@ -79,6 +79,10 @@ class DirectoryBackend:
                 keys.extend(base + name for name in files if not name.startswith("."))
         return keys
 
+    def stats(self, prefix: str) -> dict[str, Stat]:
+        found = ((key, self.stat(key)) for key in self.list(prefix))
+        return {key: stat for key, stat in found if stat is not None}
+
     def folders(self, prefix: str) -> builtins.list[str]:
         with self._explained(prefix):
             try:

@@ -200,6 +200,10 @@ class HttpBackend:
     def list(self, prefix: str) -> builtins.list[str]:
         return self._names("list", "keys", prefix)
 
+    def stats(self, prefix: str) -> dict[str, Stat]:
+        found = ((key, self.stat(key)) for key in self.list(prefix))
+        return {key: stat for key, stat in found if stat is not None}
+
     def folders(self, prefix: str) -> builtins.list[str]:
         return self._names("folders", "folders", prefix)
 

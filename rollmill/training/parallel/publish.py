@@ -7,6 +7,7 @@ rank publishes the chunks it owns (weights/writing/sharded.py). The digest is th
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,18 +163,24 @@ def shard_publisher(
 def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
     """Every chunk of the layout with its owner. The same on all ranks."""
     parcels = []
-    for row in rows_of(layout):
-        # tensors that all ranks hold whole count as the first rank's
-        elements = [each.elements for each in rows[row.tensor]] if row.tensor in rows else [(0, row.stop // row.width)]
-        held = [
-            HeldBytes(rank, max(row.start, start * row.width), min(row.stop, stop * row.width))
-            for rank, (start, stop) in enumerate(elements)
-        ]
-        held = [each for each in held if each.start < each.stop]
+    for tensor, chunks in itertools.groupby(rows_of(layout), key=lambda row: row.tensor):
+        parcels += _parcels_of(list(chunks), rows.get(tensor))
+    return parcels
+
+
+def _parcels_of(chunks: Sequence[Row], rows: Sequence[Rows] | None) -> Iterator[Parcel]:
+    """The chunks of one tensor. Its shards are sorted once: a look at every rank for every chunk would be quadratic."""
+    width = chunks[0].width
+    # tensors that all ranks hold whole count as the first rank's
+    elements = [each.elements for each in rows] if rows is not None else [(0, chunks[-1].stop // width)]
+    shards = sorted((start * width, stop * width, rank) for rank, (start, stop) in enumerate(elements) if start < stop)
+    starts, stops = [start for start, _, _ in shards], [stop for _, stop, _ in shards]  # they do not overlap
+    for row in chunks:
+        inside = shards[bisect.bisect_right(stops, row.start) : bisect.bisect_left(starts, row.stop)]
+        held = sorted(HeldBytes(rank, max(row.start, start), min(row.stop, stop)) for start, stop, rank in inside)
         most = max(each.stop - each.start for each in held)
         able = [each.rank for each in held if each.stop - each.start == most]
-        parcels.append(Parcel(row, able[row.place % len(able)], held))
-    return parcels
+        yield Parcel(row, able[row.place % len(able)], held)
 
 
 @torch.no_grad()

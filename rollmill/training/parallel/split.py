@@ -12,6 +12,7 @@ A rank without tokens computes one filler token that no target needs, since coll
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,18 +54,20 @@ def split(lengths: Sequence[int], rows_M: np.ndarray, data: int, context: int) -
     for rank, own in enumerate(tokens):
         owner_N[own] = rank
     owner_M = owner_N[rows_M]
-    return Split(slices, tokens, [np.flatnonzero(owner_M == rank) for rank in range(data * context)])
+    by_owner = np.argsort(owner_M, kind="stable")  # one sort: a search per rank would cost ranks · M
+    borders = np.cumsum(np.bincount(owner_M, minlength=data * context))
+    return Split(slices, tokens, np.split(by_owner, borders[:-1]))
 
 
 def _groups(lengths: Sequence[int], groups: int) -> list[list[tuple[int, int]]]:
     """The sequences of each group as (first token, length), in their order."""
     firsts = [0, *itertools.accumulate(lengths)]
-    load = [0] * groups
+    loads = [(0, group) for group in range(groups)]  # a heap: the fewest tokens first, then the lowest group
     members: list[list[int]] = [[] for _ in range(groups)]
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        group = load.index(min(load))
+        load, group = loads[0]
         members[group].append(index)
-        load[group] += lengths[index]
+        heapq.heapreplace(loads, (load + lengths[index], group))
     return [[(firsts[index], lengths[index]) for index in sorted(own)] for own in members]
 
 

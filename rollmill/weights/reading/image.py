@@ -25,7 +25,16 @@ import numpy as np
 from rollmill.errors import StorageError, WeightsError
 from rollmill.types import Version
 from rollmill.weights.format.codings import SPARSE_CODINGS, Changes, decode_changes, scatter
-from rollmill.weights.format.manifest import Chunk, Manifest, Pack, Payload, TensorEntry, chunk_digest, layout_of
+from rollmill.weights.format.manifest import (
+    Chunk,
+    Encoding,
+    Manifest,
+    Pack,
+    Payload,
+    TensorEntry,
+    chunk_digest,
+    layout_of,
+)
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.chunks import Fetched, decode_run, fetch, join, places, read_chunk
 from rollmill.weights.reading.patches import Patch, Patches
@@ -101,6 +110,13 @@ class _Step(NamedTuple):
         return self.leg.manifest.chunks
 
 
+class _Begun(NamedTuple):
+    """A delta that is taken pack by pack: what was checked and sorted when its first pack came."""
+
+    step: _Step
+    payloads: dict[str, list[Payload]]  # by the digest of their pack
+
+
 class Image:
     """Not thread-safe. `tensors` are read-only views of it; they change when a leg is applied."""
 
@@ -114,19 +130,16 @@ class Image:
         """Allocate memory for tensors of these shapes, content unknown. The old memory is freed first."""
         self.manifest: Manifest | None = None  # the version it holds; None while it is between two
         self._leaving: Manifest | None = None  # between two versions: the one it started from
+        self._begun: _Begun | None = None  # the last delta that was taken pack by pack
         self._layout = layout_of(layout)
         self._digests: list[str | None] = [None for entry in layout for _ in entry.chunks]  # None: not known
         self.tensors, self._memory = {}, {}
+        self.bytes = sum(entry.bytes for entry in layout)
         try:
             self._memory = {entry.name: np.empty(entry.bytes, np.uint8) for entry in layout}
         except MemoryError:
-            size = sum(entry.bytes for entry in layout)
-            raise WeightsError(f"not enough memory for {size} bytes of weights") from None
+            raise WeightsError(f"not enough memory for {self.bytes} bytes of weights") from None
         self.tensors = {entry.name: self._view(entry) for entry in layout}
-
-    @property
-    def bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory.values())
 
     def fits(self, manifest: Manifest) -> bool:
         return self._layout == layout_of(manifest.tensors)
@@ -168,14 +181,18 @@ class Image:
 
     def begin(self, leg: Leg, pack: Pack, data: memoryview, source: Source, patches: Patches) -> None:
         """Apply the payloads of one pack of a delta before the other packs have arrived; `take` applies the rest.
-        Raises LegFailed as `take` does."""
-        step = self._start(leg, source, patches)
-        index = leg.encoding.packs.index(pack)
-        group = [(p, data[p.offset : p.offset + p.bytes]) for p in leg.encoding.payloads if p.pack == index]
+        Raises LegFailed as `take` does. What concerns the whole table is checked once per leg: a large model has
+        thousands of packs."""
+        begun = self._begun
+        if begun is None or begun.step.leg.manifest is not leg.manifest or begun.step.base is not self._leaving:
+            begun = self._begun = _Begun(self._start(leg, source, patches), _by_pack(leg.encoding))
+        step = begun.step._replace(source=source, patches=patches)
+        group = [(p, data[p.offset : p.offset + p.bytes]) for p in begun.payloads[pack.digest]]
         try:
             self._take_payloads(step, group)
-        finally:
+        except BaseException:
             self._end_early()
+            raise
 
     def heal(self, manifest: Manifest, source: Source, patches: Patches | None = None) -> int:
         """Hash every chunk and read the wrong ones from the store again. Returns how many were wrong."""
@@ -355,6 +372,13 @@ class Image:
         view = self._memory[entry.name].view()
         view.flags.writeable = False
         return HostTensor(entry.dtype, entry.shape, view)
+
+
+def _by_pack(encoding: Encoding) -> dict[str, list[Payload]]:
+    found: dict[str, list[Payload]] = {pack.digest: [] for pack in encoding.packs}
+    for payload in encoding.payloads:
+        found[encoding.packs[payload.pack].digest].append(payload)
+    return found
 
 
 def _check_unchanged(step: _Step) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,8 @@ from rollmill.weights.reading.image import Image, restore
 from rollmill.weights.reading.plan import Leg, LegId, Source, plan_legs
 
 _NUMBER = re.compile(r"\d{10}")
-_MANIFESTS_KEPT = 64
+_MANIFEST_BYTES = 8 << 20  # of manifests in the cache as they are stored; parsed they take about 11 times as much
+_MANIFESTS_KEPT = 2  # at least: a version and its base
 _PROBES = 8  # a reader that is further behind lists the manifests instead
 _LISTING_SECONDS = 10.0
 
@@ -29,7 +29,7 @@ class WeightStore:
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
         # a cache: manifests never change, and chains are walked often
-        self._manifests: collections.OrderedDict[tuple[Version, str], Manifest] = collections.OrderedDict()
+        self._manifests: dict[tuple[Version, str], tuple[Manifest, int]] = {}  # with its bytes, the oldest first
         self._begun: set[str] = set()  # lines that have a version
 
     def lines(self) -> list[str]:
@@ -74,9 +74,8 @@ class WeightStore:
         return self.objects.head(manifest_key(version, form)) is not None
 
     def manifest(self, version: Version, form: str = "bf16") -> Manifest:
-        known = self._manifests.get((version, form))
-        if known is not None:
-            return known
+        if (known := self._manifests.get((version, form))) is not None:
+            return known[0]
         try:
             data = self.objects.get(manifest_key(version, form))
         except ObjectMissing:
@@ -85,9 +84,11 @@ class WeightStore:
                 hint="`rollmill weights log` lists the versions that do",
             ) from None
         manifest = parse_manifest(data, version, form)
-        self._manifests[version, form] = manifest
-        if len(self._manifests) > _MANIFESTS_KEPT:
-            self._manifests.popitem(last=False)
+        known = {**self._manifests, (version, form): (manifest, len(data))}
+        held = sum(size for _, size in known.values())
+        while held > _MANIFEST_BYTES and len(known) > _MANIFESTS_KEPT:
+            held -= known.pop(next(iter(known)))[1]
+        self._manifests = known  # assigned whole: other threads read it
         return manifest
 
     def forget(self, version: Version, form: str = "bf16") -> None:

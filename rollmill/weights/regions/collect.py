@@ -17,12 +17,10 @@ import bisect
 import collections
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollmill.errors import WeightsError
-from rollmill.storage.objects import Stat
 from rollmill.types import Version
 from rollmill.weights.files.companions import index_key
 from rollmill.weights.format.keys import anchor_key, form_folder, manifest_key, pack_prefix
@@ -34,7 +32,6 @@ from rollmill.weights.reading.store import WeightStore
 ABANDONED_SECONDS = 3600.0
 _PACK = re.compile(r"(\d{10})-[0-9a-f]{64}")
 _PART = re.compile(r"(\d{10})-(\d{10})-\d+\.part")
-_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,12 @@ def collect_companions(store: WeightStore, dry_run: bool = False) -> dict[str, i
     now = store_time(store.objects, "collection") if lines else 0.0
     removed: dict[str, int] = {}
     for line, keys in lines.items():
-        stats = [store.objects.stat(key) for key in (*keys, *store.objects.list(f"weights/{line}"))]
-        young = any(stat is None or now - stat.modified <= ABANDONED_SECONDS for stat in stats)
+        own = store.objects.stats(f"companions/{line}")
+        stats = [*own.values(), *store.objects.stats(f"weights/{line}").values()]
+        young = any(now - stat.modified <= ABANDONED_SECONDS for stat in stats)
         if young or store.begun(line):  # checked last: a version may have been committed meanwhile
             continue
-        removed[line] = sum(stat.bytes for stat in stats[: len(keys)] if stat)
+        removed[line] = sum(stat.bytes for stat in own.values())
         for key in () if dry_run else (index_key(line), *keys):  # the index first: it names only what is there
             store.objects.delete(key)
     return removed
@@ -123,15 +121,10 @@ class _Found:
         parts = store.objects.list(f"{folder}/parts")
         self._anchors = set(store.anchors(line, form))
         self.numbers = store.numbers(line, form)
-        self.stats = self._stat(store.objects.list(folder))
+        self.stats = store.objects.stats(folder)
         below = dict(zip(self.numbers[1:], self.numbers, strict=False))
         self._versions = {number: self._look(number, below.get(number)) for number in self.numbers}
         self.abandoned = self._abandoned(parts, store.epoch(line, form)) if self.numbers else []
-
-    def _stat(self, keys: Sequence[str]) -> dict[str, Stat]:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="collect") as pool:
-            found = pool.map(self._store.objects.stat, keys)
-            return {key: stat for key, stat in zip(keys, found, strict=True) if stat is not None}
 
     def _look(self, number: int, below: int | None) -> _Version:
         """A damaged manifest may be restored later: it is treated as a delta from the version below."""

@@ -198,7 +198,10 @@ class Mirror:
 
     def _take(self, legs: list[Leg], there: _Manifests, ahead: Ahead | None) -> Iterator[tuple[Manifest, int]]:
         """Copy leg after leg. Packs of later legs are fetched while earlier ones are written."""
-        missing = [[pack for pack in leg.encoding.packs if not self._has(leg, pack)] for leg in legs]
+        wanted = [(leg, pack) for leg in legs for pack in leg.encoding.packs]
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="packs") as pool:  # one by one, many packs take long
+            have = iter(list(pool.map(lambda each: self._has(*each), wanted)))
+        missing = [[pack for pack in leg.encoding.packs if not next(have)] for leg in legs]
         ranges = [
             (pack_key(leg.manifest, pack), 0, pack.bytes)
             for leg, packs in zip(legs, missing, strict=True)

@@ -1,0 +1,285 @@
+"""Laws of growth, not seconds: what is counted at N and at 8 N. Counts are the same on every machine.
+
+`steps(call)` counts the instructions of Python code of the package, `Counted` the elements that numpy looks at, and
+`Requests` the requests to an object store. A linear law multiplies them by 8, a quadratic one by 64.
+"""
+
+import gc
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollmill
+from rollmill.inference.sections import EnginesSection, engine_specs
+from rollmill.storage.objects import Objects
+from rollmill.training.parallel import split as split_module
+from rollmill.training.parallel.publish import plan_parcels
+from rollmill.training.parallel.rows import Rows
+from rollmill.types import Version
+from rollmill.weights import HostTensor, Publisher, WeightStore
+from rollmill.weights.format.codings import encode_full
+from rollmill.weights.format.manifest import (
+    Base,
+    Encoding,
+    Manifest,
+    Pack,
+    Payload,
+    chunk_digest,
+    digest_bytes,
+    root_digest,
+)
+from rollmill.weights.reading.image import Image
+from rollmill.weights.reading.patches import Patches
+from rollmill.weights.reading.plan import Leg, Source
+from rollmill.weights.regions.collect import collect
+from rollmill.weights.writing.encoder import entries_of
+from rollmill.weights.writing.sharded import PartPublisher, part_key
+
+FEW, MANY = 16, 128
+LINEAR = 8 * 1.5  # room for sorting and for fixed costs
+
+
+def steps(call: Callable[[], object]) -> int:
+    """How many instructions of the package's Python code a call takes, in this thread."""
+    home, count = rollmill.__path__[0], 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(home):
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Counted(np.ndarray):
+    """An array that counts the elements of every operation on it."""
+
+    elements = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
+        Counted.elements += max(np.size(each) for each in inputs)
+        return getattr(ufunc, method)(*map(_plain, inputs), **settings)
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, settings: Any) -> Any:
+        Counted.elements += self.size
+        return function(*map(_plain, arguments), **settings)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.view(np.ndarray) if isinstance(value, Counted) else value
+
+
+class Requests:
+    """A store's backend that counts the requests it gets."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._behind, self.count = objects._backend, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._behind, name)
+
+        def counted(*arguments: Any, **settings: Any) -> Any:
+            self.count[name] += 1
+            return call(*arguments, **settings)
+
+        return counted
+
+
+def counted(objects: Objects) -> tuple[Objects, Requests]:
+    requests = Requests(objects)
+    return Objects(requests, "memory://"), requests
+
+
+# -- ranks
+
+
+def test_a_micro_batch_is_split_in_time_linear_in_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(ranks: int) -> int:
+        rows_M = np.arange(0, 64 * ranks, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(split_module.np, "empty", lambda *a: np.zeros(*a).view(Counted))
+            Counted.elements = 0
+            cut = split_module.split([32] * (2 * ranks), rows_M, ranks, 1)
+        assert cut.target_counts == [32] * ranks
+        return Counted.elements
+
+    assert cost(MANY) <= LINEAR * cost(FEW)
+
+
+def test_sequences_find_their_ranks_in_time_linear_in_both() -> None:
+    class Length(int):
+        compared = 0
+
+        def __lt__(self, other: int) -> bool:
+            Length.compared += 1
+            return int(self) < int(other)
+
+        def __add__(self, other: int) -> "Length":
+            return Length(int(self) + int(other))
+
+        __radd__ = __add__
+
+        def __neg__(self) -> int:
+            return -int(self)
+
+    def cost(ranks: int) -> int:
+        Length.compared = 0
+        split_module._groups([Length(1 + index % 7) for index in range(4 * ranks)], ranks)
+        return Length.compared
+
+    assert cost(MANY) <= 2 * LINEAR * max(cost(FEW), 1)  # of a heap: N · log N
+
+
+def _shards(rows: int, ranks: int) -> list[Rows]:
+    share = -(-rows // ranks)
+    return [Rows((rows, 1 << 20), min(r * share, rows), min((r + 1) * share, rows)) for r in range(ranks)]
+
+
+def test_who_publishes_which_chunk_is_planned_in_time_linear_in_chunks_and_ranks() -> None:
+    def cost(ranks: int) -> int:
+        layout = (("a.weight", "bf16", (64 * ranks, 1 << 20)),)
+        return steps(lambda: plan_parcels(layout, {"a.weight": _shards(64 * ranks, ranks)}))
+
+    assert cost(MANY) <= LINEAR * cost(FEW)
+
+
+def test_parts_of_ranks_are_read_at_the_same_time() -> None:
+    """Not one request after the other: 512 ranks took 25 s."""
+    world = 64
+    objects = Objects.open("memory://")
+    layout = tuple((f"t{rank:03d}", "bf16", (8,)) for rank in range(world))
+    ranks = [PartPublisher(WeightStore(objects), "rl", layout, rank, world) for rank in range(world)]
+    chunks = [{(f"t{rank:03d}", 0): np.full(16, rank, np.uint8)} for rank in range(world)]
+    standing = ranks[0].resume(chunks[0])
+    for rank in ranks[1:]:
+        rank.resume(chunks[rank.rank], standing)
+    for rank in ranks:
+        rank.publish_part(0, chunks[rank.rank])
+    together = threading.Barrier(world // 2)  # breaks unless half of them are asked for at once
+    folder = part_key("rl", "bf16", 0, standing.epoch, 0).rpartition("/")[0]
+
+    class Slow(Requests):
+        def wait_for(self, key: str, seconds: float) -> bytes | None:
+            self.count["wait_for"] += 1
+            if key.startswith(folder):
+                together.wait(30)
+            return self._behind.wait_for(key, seconds)
+
+    slow = Slow(objects)
+    ranks[0].store.objects = Objects(slow, "memory://")
+    ranks[0].commit_parts(0)
+    assert slow.count["wait_for"] == world
+    assert slow.count["get"] + slow.count["stat"] <= 8, "nothing else is asked for per rank"
+
+
+# -- engines
+
+
+def test_engines_get_their_names_in_time_linear_in_their_number() -> None:
+    def cost(count: int) -> int:
+        tables = [
+            EnginesSection.model_validate({"kind": "embedded", "region": f"r{i}", "count": count}) for i in (1, 2)
+        ]
+        assert engine_specs(tables)[-1].name == f"r2-{count}"
+        return steps(lambda: engine_specs(tables))
+
+    assert cost(MANY) <= LINEAR * cost(FEW)
+
+
+# -- weights
+
+
+def _version(number: int, count: int, base: Manifest | None) -> tuple[Manifest, dict[str, bytes]]:
+    """A version of `count` tensors of one chunk, each in a pack of its own, and the packs by their digest."""
+    layout = tuple((f"t{place:05d}", "bf16", (8,)) for place in range(count))
+    data = [np.array([number, place] * 4, np.uint16).view(np.uint8) for place in range(count)]
+    entries = entries_of(layout, [chunk_digest(each.data) for each in data])
+    coded = [encode_full(each, 2) for each in data]
+    encoding = Encoding(
+        base=Base(number=base.number, digest=base.digest) if base else None,
+        packs=tuple(Pack(digest=digest_bytes(each), bytes=len(each)) for each in coded),
+        payloads=tuple(
+            Payload(first=place, chunks=1, pack=place, offset=0, bytes=len(each), coding="raw")
+            for place, each in enumerate(coded)
+        ),
+        changed_elements=8 * count,
+    )
+    kind = "delta" if base else "snapshot"
+    facts = {"line": "rl", "number": number, "form": "bf16", "first": 0, "writer": "w", "created_at": 0.0}
+    manifest = Manifest(digest=root_digest(entries), tensors=entries, **{kind: encoding}, **facts)
+    return manifest, {digest_bytes(each): each for each in coded}
+
+
+def test_a_pack_that_arrives_costs_its_own_chunks_not_the_whole_table() -> None:
+    def cost(count: int) -> int:
+        base, packs = _version(0, count, None)
+        after, more = _version(1, count, base)
+        read = {**packs, **more}
+
+        def pack_of(_: object, pack: Pack) -> bytes:
+            return read[pack.digest]
+
+        source = Source({base.version: base, after.version: after}.__getitem__, lambda _: None, pack_of, pytest.fail)
+        image = Image(base.tensors)
+        image.take(Leg(base, "snapshot"), source)
+        leg, patches = Leg(after, "delta"), Patches()
+        spent = steps(
+            lambda: [
+                image.begin(leg, pack, memoryview(read[pack.digest]), source, patches) for pack in leg.encoding.packs
+            ]
+        )
+        image.take(leg, source, patches)
+        assert image.manifest is after
+        return spent
+
+    assert cost(MANY) <= LINEAR * cost(FEW)
+
+
+def test_collection_asks_for_no_object_by_itself() -> None:
+    def cost(count: int) -> Counter[str]:
+        objects, requests = counted(Objects.open("memory://"))
+        store = WeightStore(objects)
+        tensors = {"w": HostTensor("bf16", (64,), np.zeros(128, np.uint8))}
+        publisher = Publisher(store, "rl")
+        for number in range(3):
+            tensors["w"].data[number] ^= 1
+            publisher.publish(number, tensors)
+        for number in range(count):
+            objects.put(f"weights/rl/bf16/packs/{number % 3:010d}-{number:064x}", b"left by an attempt that died")
+        requests.count.clear()
+        collect(store, "rl", keep=1, dry_run=True)
+        return requests.count
+
+    assert cost(MANY) == cost(FEW)
+
+
+def test_manifests_in_memory_are_bounded_by_their_bytes() -> None:
+    def kept(count: int) -> int:
+        store = WeightStore(Objects.open("memory://"))
+        publisher = Publisher(store, "rl", snapshot_every=1)
+        tensors = {"w": HostTensor("bf16", (64,), np.zeros(128, np.uint8))}
+        for number in range(count):
+            publisher.publish(number, tensors, metadata={"large": "x" * (1 << 20)})
+        reader = WeightStore(store.objects)
+        found = [weakref.ref(reader.manifest(Version("rl", number))) for number in range(count)]
+        gc.collect()
+        return sum(each() is not None for each in found)
+
+    assert kept(FEW) == kept(4 * FEW) <= 8
