@@ -181,8 +181,8 @@ _LIMITS = (
         "abandoned_share",
         0.5,
         None,
-        "most sampled tokens were not on the way to an outcome and learn nothing: see with `rollmill trajectories show` "
-        "which answer trajectories came to, and declare it with x-rollmill-outcome if it is another one",
+        "most sampled tokens were not on the way to an outcome and learn nothing: see with `rollmill trajectories "
+        "show` which answer trajectories came to, and declare it with x-rollmill-outcome if it is another one",
     ),
     _Limit("clip_fraction", 0.5, None, "most ratios are clipped: lower {staleness} or widen the clip"),
     _Limit(

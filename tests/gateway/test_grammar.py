@@ -270,7 +270,7 @@ def children_of_this_process() -> list[int]:
 
 async def test_a_grammar_may_not_be_longer_than_its_bound() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(12000)}}
-    with pytest.raises(EngineError, match="characters, more than 262,144 .most of it is in #/properties"):
+    with pytest.raises(EngineError, match=r"characters, more than 262,144 .most of it is in #/properties"):
         await GrammarCheck()(f"start: body\nbody: %json {json.dumps(schema)}\n")
 
 
