@@ -139,6 +139,11 @@ def _machines() -> list[Check]:
         checks.append(Check("machine limits", "warn", found, remedy))
     else:
         checks.append(Check("machine limits", "ok", "control groups (memory, pids), rlimits, watchdog"))
+    if not (limits["private_files"] and limits["private_devices"]):
+        shared = "devices" if limits["private_files"] else "system files"
+        remedy = "run as root on a kernel that allows overlays in namespaces"
+        found = f"machines share the inodes of {shared}: locks and watches on them pass between machines"
+        checks.append(Check("machine files", "warn", found, remedy))
     if not limits["seccomp"]:
         remedy = "Rollmill has filters for x86-64 and aarch64"
         checks.append(Check("system-call filter", "warn", f"none for {os.uname().machine}", remedy))

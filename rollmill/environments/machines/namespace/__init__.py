@@ -8,7 +8,8 @@
                  forks share files (forks.py)
       │  clone3 into user and uts namespaces
       ▼
-    keeper.py    makes the machines of a slot, one after the other; they are children of the machine host
+    keeper.py    makes the machines of a slot, one after the other; they are children of the machine host. Its root is
+                 the slot's own: no machine sees an inode of another (inodes.py)
       │  clone3 into mount, pid, net and ipc namespaces
       ▼
     agent.py     pid 1 of a machine: serves files and commands to the client over its own socket (wire.py), and counts

@@ -30,7 +30,7 @@ import sys
 from functools import partial
 from typing import Any, NamedTuple
 
-from rollmill.environments.machines.namespace import agent, cgroups, forks, kernel, layout, seccomp
+from rollmill.environments.machines.namespace import agent, cgroups, forks, inodes, kernel, layout, seccomp
 from rollmill.environments.machines.namespace.keeper import Keeper
 
 # Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
@@ -78,6 +78,8 @@ class Host:
         )
         self._plan = agent.Plan.of(self._limits)
         self._forks = self._usable_forks()
+        self._own_devices = self._holds_devices()
+        self._own_files = self._separates()
         self._selector = selectors.DefaultSelector()
         self._machines: dict[int, _Machine] = {}  # by the client's identifier
         self._identifiers: dict[int, int] = {}  # pid -> identifier
@@ -196,7 +198,9 @@ class Host:
     def _keeper_of(self, slot: _Slot) -> Keeper:
         if slot.keeper is None:
             identify = partial(self._map_identity, user=self._user_of(slot.number))
-            slot.keeper = Keeper(self._plan, slot.group, identify)
+            if self._own_devices:
+                inodes.make_devices(slot.number)
+            slot.keeper = Keeper(self._plan, slot.group, identify, slot.number, own_files=self._own_files)
         return slot.keeper
 
     def _take(self, slot: _Slot) -> _Machine:
@@ -297,12 +301,30 @@ class Host:
             return None
         return usable if usable.works((self._user_of(0), self._user_of(1)), self._map_identity) else None
 
+    def _holds_devices(self) -> bool:
+        try:
+            inodes.hold_devices()
+            inodes.make_devices(0)
+        except OSError:
+            return False
+        return True
+
+    def _separates(self) -> bool:
+        """Whether a slot can have files on inodes of its own."""
+        try:
+            Keeper(self._plan, None, partial(self._map_identity, user=self._user_of(0)), 0, own_files=True).end()
+        except OSError:
+            return False
+        return True
+
     def _describe_limits(self) -> dict[str, Any]:
         """What bounds a machine on this host. `rollmill doctor` shows it."""
         return {
             "control_groups": self._groups.controllers if self._groups else [],
             "process_rlimit": self._limits.count_processes,
             "seccomp": self._limits.filter is not None,
+            "private_devices": self._own_devices,
+            "private_files": self._own_files,
             "separate_users": self._identities > 1,
             "shared_forks": self._forks is not None,
         }

@@ -6,6 +6,7 @@ process of the whole system can fork or end. What is the same for each machine o
 
 No machine sees its keeper: it has process ids, mounts, a network and interprocess communication of its own.
 
+    keeper: b"r", once it is in its namespaces: the host maps its users and sends b"g"
     host: b"c"    keeper: process id of a machine, 0, and the client's end of its socket; or 0, errno, and words
 """
 
@@ -22,11 +23,12 @@ import struct
 from collections.abc import Callable
 from typing import NoReturn
 
-from rollmill.environments.machines.namespace import agent, cgroups, kernel
+from rollmill.environments.machines.namespace import agent, cgroups, inodes, kernel
 
 _NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWUTS
 _OF_A_MACHINE = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
 _MACHINE = kernel.clone_arguments(_OF_A_MACHINE, sibling=True)  # the host learns of its end, and ends with it
+_READY = b"r"
 _MADE = struct.Struct("=ii")
 _CLONE = b"c"
 _MOST_WORDS = 300  # bytes
@@ -35,19 +37,29 @@ _MOST_WORDS = 300  # bytes
 class Keeper:
     """The host's side."""
 
-    def __init__(self, plan: agent.Plan, group: cgroups.Slot | None, identify: Callable[[int], None]) -> None:
-        """`identify` maps the users of a process. OSError: there is no keeper."""
+    def __init__(
+        self,
+        plan: agent.Plan,
+        group: cgroups.Slot | None,
+        identify: Callable[[int], None],
+        slot: int = 0,
+        *,
+        own_files: bool = False,
+    ) -> None:
+        """`identify` maps the users of a process. `own_files`: see inodes.py. OSError: there is no keeper."""
         self._connection, its = socket.socketpair()
         with its:
             try:
-                self.pid, pidfd = kernel.clone(_NAMESPACES, group.directory if group else None)
+                flags = kernel.CLONE_NEWNS if own_files else 0
+                self.pid, pidfd = kernel.clone(flags, group.directory if group else None)
             except OSError:
                 self._connection.close()
                 raise
             if self.pid == 0:
-                _keep(its.fileno(), plan, group.commands if group else None)
+                _keep(its.fileno(), plan, group.commands if group else None, slot if own_files else None)
         os.close(pidfd)
         try:
+            self._wait()
             identify(self.pid)
             if group:
                 group.add(self.pid)
@@ -55,6 +67,13 @@ class Keeper:
         except OSError:
             self.end()
             raise
+
+    def _wait(self) -> None:
+        """Until it is in its namespaces."""
+        message = self._connection.recv(_MADE.size + _MOST_WORDS)
+        if message != _READY:
+            problem = _MADE.unpack_from(message)[1] if len(message) >= _MADE.size else errno.EIO
+            raise OSError(problem, message[_MADE.size :].decode("utf-8", "replace"))
 
     def ask(self) -> None:
         """Ask for a machine. Several keepers can be asked before `take`: they work at the same time."""
@@ -89,13 +108,17 @@ class Keeper:
         os.waitpid(self.pid, 0)
 
 
-def _keep(connection: int, plan: agent.Plan, commands: int | None) -> NoReturn:
+def _keep(connection: int, plan: agent.Plan, commands: int | None, slot: int | None) -> NoReturn:
     """Runs in the child, until the host has gone."""
     try:
         agent.keep_only(connection, commands)
         os.dup2(0, 2)  # the host's input and output are /dev/null already
         host = _socket.socket(fileno=agent.CONNECTION)
         try:
+            if slot is not None:
+                inodes.separate(slot)
+            kernel.unshare(_NAMESPACES)
+            host.send(_READY)
             if host.recv(1):  # the host has mapped our identity
                 agent.prepare(plan)
                 agent.protect()

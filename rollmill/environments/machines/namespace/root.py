@@ -9,6 +9,8 @@
     /sys                  what this host's /sys says about its maker and processors
     /proc /tmp /work      mounted afresh by each machine, and so is the home of its user
 
+Each slot puts overlays over this root, so that no inode is shared (inodes.py).
+
 Not there: this host's home directories, the checkout, virtual environments, the run directory, installed Python
 packages.
 """
@@ -140,8 +142,10 @@ def _bind_userland(old: Path, base: Path, new: Path) -> None:
             _bind(entry, new / name)
     # so that programs find their libraries, Debian's links their targets, and dpkg its packages
     for name in ("etc/ld.so.cache", "etc/alternatives", "var/lib/dpkg"):
-        if (base / name).exists() and _is_inside(base / name, base):
+        if (base / name).is_dir() and _is_inside(base / name, base):
             _bind(base / name, new / name)
+        elif (base / name).exists() and _is_inside(base / name, base):
+            shutil.copy(base / name, new / name)
     for name, source in _DEVICES.items():
         _bind(old / "dev" / source, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     for name, target in _LINKS.items():
