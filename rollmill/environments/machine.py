@@ -160,6 +160,11 @@ class Machine(Protocol):
         """
         ...
 
+    async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
+        """A tar of a directory, made where no command of the machine reaches. OSError as with `pack_tree` of
+        rollmill/environments/trees.py. Optional: for a kind without, `pack_tree` has `tar` of the machine do it."""
+        ...
+
     async def listen(self) -> tuple[socket.socket, int]:
         """Open a port on the loopback address of the machine. Returns a listening socket in this process and the port.
 

@@ -1,8 +1,9 @@
-"""Trees of files between this host and a machine of any kind: one tar, through a command of the machine.
+"""Trees of files between this host and a machine of any kind: one tar.
 
-A machine packs whatever its commands want it to. Of that, directories and regular files with a plain relative path are
-taken, and a hard link is a copy of its file. Symbolic links could lead this host to files of its own: they are left out
-in both directions, as are devices, pipes and sparse files.
+The first process of a machine packs it, where no command reaches. What it packs nobody has checked: of that,
+directories and regular files with a plain relative path are taken, and a hard link is a copy of its file. Symbolic
+links could lead this host to files of its own: they are left out in both directions, as are devices, pipes and sparse
+files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from rollmill.environments.machines.tar import ArchiveError, Entry, Tar
 LARGEST = 1 << 27  # bytes of a tree
 _MOST_ENTRIES = 1_000_000
 _LIMIT_S = 300.0  # for a command of ours
-_NO_DIRECTORY = 66
+_NO_DIRECTORY, _NO_PROGRAM = 66, 127
+_INCOMPLETE = 2  # `tar` could not read a file
 # what tar says about files that it cannot read must not be mixed with the archive
 _PACK = f'cd -- "$0" 2> /dev/null || exit {_NO_DIRECTORY}; exec tar -cf - . 2> /dev/null'
 _UNPACK = 'mkdir -p -- "$0" && exec tar -xf - -C "$0"'
@@ -40,15 +42,30 @@ async def put_tree(machine: Machine, source: Path, target: str = WORK) -> None:
 async def get_tree(machine: Machine, source: str, target: Path, *, max_bytes: int = LARGEST) -> None:
     """Copy what is below a directory of the machine into the directory `target`, over what is there.
 
-    OSError: there is no such directory (FileNotFoundError), its archive or its files have more than `max_bytes`
-    (EFBIG), not all of it can be read (EIO), or the machine packed nonsense (EBADMSG). MachineError as with `exec`.
+    OSError as with `pack_tree`, or the machine packed nonsense (EBADMSG). MachineError as with `exec`.
     """
     limit_s = _LIMIT_S * machine.capabilities.slowdown
-    result = await machine.exec(["sh", "-c", _PACK, source], timeout_s=limit_s, max_output=max_bytes)
+    packed = await pack_tree(machine, source, max_bytes=max_bytes, timeout_s=limit_s)
+    await asyncio.to_thread(unpack, packed, target, max_bytes)
+
+
+async def pack_tree(machine: Machine, source: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
+    """A tar of a directory, if not `whole` without what cannot be read. Nobody has checked it.
+
+    OSError: there is no such directory (FileNotFoundError), not all can be read, it has more than `max_bytes` (EFBIG),
+    or it cannot be packed; ENOSYS: the machine has no `tar`, and needs it. MachineError as with `exec`.
+    """
+    if (pack := getattr(machine, "pack", None)) is not None:
+        data: bytes = await pack(source, max_bytes=max_bytes, timeout_s=timeout_s, whole=whole)
+        return data
+    result = await machine.exec(["sh", "-c", _PACK, source], timeout_s=timeout_s, max_output=max_bytes)
     if result.truncated:
         raise OSError(errno.EFBIG, f"the tree has more than {max_bytes} bytes", source)
-    _check(result, source)
-    await asyncio.to_thread(unpack, result.output, target, max_bytes)
+    if result.exit_code == _NO_PROGRAM:
+        raise OSError(errno.ENOSYS, "the machine has no `tar`", source)
+    if result.stopped is not None or result.exit_code not in ((0,) if whole else (0, _INCOMPLETE)):
+        _check(result, source)
+    return result.output
 
 
 def _check(result: ExecResult, path: str) -> None:

@@ -1,6 +1,6 @@
 """The whole diff of a work directory: what an agent changed, added and deleted in it.
 
-Both the agent's machine and a clean one pack their work directory with `tar`; the archives are compared here. The
+Both the agent's machine and a clean one pack their work directory (trees.py); the archives are compared here. The
 agent's archive is untrusted: it may be huge, damaged, or name files anywhere. Only regular files with a plain relative
 path and symbolic links that stay in the work directory are kept. What is larger than the task's limits is refused as a
 whole, since half a change is none.
@@ -9,19 +9,19 @@ whole, since half a change is none.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from rollmill.environments.machine import ExecResult, Machine, MachineHost
+from rollmill.environments.machine import WORK, Machine, MachineHost
 from rollmill.environments.machines.tar import ArchiveError, Entry, Tar
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine, stays_inside
 from rollmill.environments.tasks.jsonl import check_path
+from rollmill.environments.trees import pack_tree
 from rollmill.errors import MachineError, TaskError
 
-# names are stored as they are; what tar says about files it cannot read must not be mixed with the archive
-_PACK = ["sh", "-c", "exec tar -cf - . 2> /dev/null"]
 PACK_S = 20.0  # an agent whose work directory takes longer to pack hands in nothing
 _MAX_ARCHIVE = 1 << 27  # bytes
 _MOST_ENTRIES = 100_000
@@ -56,30 +56,29 @@ async def take_diff(machine: Machine, task: Task, limits: WholeDiff, clean: Mach
     """The diff between a machine's work directory and the one the task starts with."""
     try:
         packed = await _pack(machine)
-    except OSError as error:  # an agent that was taken over can answer this
+    except OSError as error:
         return Diff(refused=f"the work directory could not be packed: {error}")
     fresh = await create_machine(clean, task)
     try:
-        start = await _pack(fresh)
+        before = await asyncio.to_thread(_read, await _pack(fresh))
+    except (OSError, _Refused) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSYS:
+            raise TaskError(f"task {task.id}: {error.strerror}", hint="a whole diff needs sh and tar") from None
+        raise MachineError(f"the files of task {task.id} cannot be packed: {error}") from None
     finally:
         await fresh.close()
-    if start.exit_code == 127:
-        raise TaskError(f"task {task.id}: its image {task.image!r} has no `tar`", hint="a whole diff needs sh and tar")
-    try:
-        before = await asyncio.to_thread(_read, start)
-    except _Refused as error:
-        raise MachineError(f"the files of task {task.id} cannot be packed: {error}") from None
     try:
         return await asyncio.to_thread(_compare, before, packed, limits)
     except _Refused as error:
         return Diff(refused=str(error))
 
 
-async def _pack(machine: Machine) -> ExecResult:
-    return await machine.exec(_PACK, timeout_s=PACK_S * machine.capabilities.slowdown, max_output=_MAX_ARCHIVE)
+async def _pack(machine: Machine) -> bytes:
+    limit_s = PACK_S * machine.capabilities.slowdown
+    return await pack_tree(machine, WORK, max_bytes=_MAX_ARCHIVE, timeout_s=limit_s, whole=False)
 
 
-def _compare(before: _Tree, packed: ExecResult, limits: WholeDiff) -> Diff:
+def _compare(before: _Tree, packed: bytes, limits: WholeDiff) -> Diff:
     after = _read(packed)
     changed = {path: data for path, data in after.files.items() if before.files.get(path) != data}
     modes = after.executable ^ before.executable
@@ -96,17 +95,13 @@ def _compare(before: _Tree, packed: ExecResult, limits: WholeDiff) -> Diff:
     return Diff(dict(sorted(changed.items())), deleted, executable, dict(sorted(links.items())))
 
 
-def _read(packed: ExecResult) -> _Tree:
-    """The files and links of an archive. `tar` exits with an error if it could not read a file: that one is missing."""
-    if packed.stopped is not None:
-        raise _Refused(f"packing the work directory was stopped by the limit {packed.stopped!r}")
-    if packed.truncated:
-        raise _Refused(f"the work directory has more than {_MAX_ARCHIVE >> 20} MiB")
+def _read(packed: bytes) -> _Tree:
+    """The files and links of an archive."""
     files: dict[str, bytes] = {}
     links: dict[str, str] = {}
     executable: set[str] = set()
     size = 0
-    tar = Tar(io.BytesIO(packed.output), most_bytes=_MAX_ARCHIVE, most_entries=_MOST_ENTRIES)
+    tar = Tar(io.BytesIO(packed), most_bytes=_MAX_ARCHIVE, most_entries=_MOST_ENTRIES)
     try:
         for entry in tar:
             path = _path(entry.name)

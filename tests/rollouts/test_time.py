@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import errno
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,12 +173,12 @@ class SlowToPack:
 
     async def create(self, *arguments: Any, **options: Any) -> Machine:
         machine = await self.host.create(*arguments, **options)
-        exec = machine.exec
 
-        async def slow(argv: Sequence[str], **options: Any) -> ExecResult:
-            return await exec(["sleep", "1000"] if list(argv) == work_diff._PACK else argv, **options)
+        async def slow(*_: Any, **__: Any) -> bytes:
+            await machine.exec(["sleep", "1000"], timeout_s=work_diff.PACK_S)
+            raise OSError(errno.ETIMEDOUT, "too slow")
 
-        machine.exec = slow  # type: ignore[method-assign]
+        machine.pack = slow  # type: ignore[method-assign]
         return machine
 
     async def close(self) -> None: ...
@@ -192,4 +193,4 @@ async def test_a_work_directory_that_takes_too_long_to_pack_is_refused(
     context = replace(world.context, machines=SlowToPack(world.context.machines))
     outcome = await world.play(make_task(submission=WholeDiff()), context=context)
     assert outcome.reward is not None and outcome.reward.value == 0.0, outcome
-    assert "stopped by the limit 'time'" in str(outcome.reward.evidence)
+    assert "too slow" in str(outcome.reward.evidence)

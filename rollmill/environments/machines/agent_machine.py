@@ -156,6 +156,11 @@ class AgentMachine(ABC):
         limit = min(max_bytes, wire.MAX_BODY)
         return await self._request_files({"op": "read", "path": _inside(path), "max_bytes": limit}, max_body=limit)
 
+    async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
+        most = min(max_bytes, wire.MAX_BODY >> 1)
+        header = {"op": "pack", "path": _inside(directory), "max_bytes": most, "whole": whole}
+        return await self._request_files(header, timeout_s=timeout_s, max_body=wire.MAX_BODY)
+
     async def write(self, path: str, data: bytes) -> None:
         await self.write_all({path: data})
 
@@ -163,8 +168,10 @@ class AgentMachine(ABC):
         entries = [[_inside(path), len(data)] for path, data in files.items()]
         await self._request_files({"op": "write", "files": entries}, b"".join(files.values()))
 
-    async def _request_files(self, header: dict[str, Any], body: bytes = b"", *, max_body: int = 0) -> bytes:
-        answer = await self._request(header, body, max_body=max_body)
+    async def _request_files(
+        self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, max_body: int = 0
+    ) -> bytes:
+        answer = await self._request(header, body, timeout_s=timeout_s, max_body=max_body)
         if answer is None:
             raise FileNotFoundError(errno.ENOENT, "the machine's commands ended it", header.get("path"))
         return answer[1]

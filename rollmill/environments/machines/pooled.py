@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from rollmill.environments.machine import Capabilities, ExecResult, Machine, Process, Snapshot
+from rollmill.environments.trees import pack_tree
 from rollmill.errors import MachineError
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class PooledMachine:
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         async with self._in_use() as machine:
             return await machine.read(path, max_bytes=max_bytes)
+
+    async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
+        async with self._in_use() as machine:
+            return await pack_tree(machine, directory, max_bytes=max_bytes, timeout_s=timeout_s, whole=whole)
 
     async def write(self, path: str, data: bytes) -> None:
         async with self._in_use() as machine:

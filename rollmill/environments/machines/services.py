@@ -20,7 +20,6 @@ its own doing, and no failure of the infrastructure.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import struct
 import time
@@ -33,6 +32,7 @@ from pydantic import AfterValidator, Field
 from rollmill.config import Config, load_config
 from rollmill.environments.machine import Machine, Process
 from rollmill.environments.machines.namespace import layout, wire
+from rollmill.environments.trees import pack_tree
 from rollmill.errors import ConfigError, MachineError, TaskError
 
 log = logging.getLogger(__name__)
@@ -138,15 +138,7 @@ class RunningServices:
     async def pack(self) -> bytes:
         """The directories of services that have been stopped. OSError: they do not fit."""
         limit = _COMMAND_S * self._machine.capabilities.slowdown
-        packed = await self._machine.exec(
-            ["tar", "-cf", "-", "--sort=name", "--mtime=@0", "."],
-            cwd=DIRECTORY,
-            timeout_s=limit,
-            max_output=wire.MAX_BODY >> 1,
-        )
-        if packed.exit_code != 0 or packed.truncated:
-            raise OSError(errno.EFBIG, f"the files of the services cannot be packed: {packed.output[-300:]!r}")
-        return packed.output
+        return await pack_tree(self._machine, DIRECTORY, max_bytes=wire.MAX_BODY >> 1, timeout_s=limit)
 
     async def unpack(self, data: bytes) -> None:
         unpack = f"mkdir -p {DIRECTORY} && exec tar -xf - -C {DIRECTORY}"

@@ -115,7 +115,7 @@ async def test_each_warm_python_starts_fresh(machine: NamespaceMachine) -> None:
     assert result.output == b"[]\n"
 
 
-async def test_snapshot_and_copies_carry_regular_files(bare_host: NamespaceHost) -> None:
+async def test_snapshot_and_copies_carry_files_and_links(bare_host: NamespaceHost) -> None:
     host = bare_host  # its forks are copies; test_forks.py has those that share files
     original = await host.create(BUILT_IN, {"main.py": b"x = 1\n", "folder/data": b"\x00" * 5000})
     await original.exec(["sh", "-c", "ln -s /etc/passwd link; mkfifo pipe; mkdir empty; chmod 755 main.py"])
@@ -125,7 +125,7 @@ async def test_snapshot_and_copies_carry_regular_files(bare_host: NamespaceHost)
     assert await copy.read("main.py") == b"x = 1\n"
     assert await copy.read("folder/data") == b"\x00" * 5000
     listing = await copy.exec(["find", ".", "-mindepth", "1"])
-    assert sorted(listing.output.decode().split()) == ["./empty", "./folder", "./folder/data", "./main.py"]
+    assert sorted(listing.output.decode().split()) == ["./empty", "./folder", "./folder/data", "./link", "./main.py"]
     assert (await copy.exec(["test", "-x", "main.py"])).exit_code == 0
     again = await host.create(BUILT_IN, {"extra": b"e"}, snapshot=await original.snapshot())
     assert (await again.read("main.py"), await again.read("extra")) == (b"x = 2\n", b"e")

@@ -36,7 +36,7 @@ def late(confinement, user=None):
 def never(confinement, user=None):
     raise OSError("no such user")
 def lowered(confinement, user=None):
-    resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
+    for which in process.COMMAND_MARK: resource.setrlimit(which, (0, 0))
 order = command.Order(["sleep", "60"], "/", {}, b"", 1.0, 100)
 for command._confine in (late, never, lowered):
     processes = process.Processes()
@@ -45,7 +45,9 @@ for command._confine in (late, never, lowered):
     print(process._mark_of(started.pid) == started.mark, started.exit_code)
     if started.exit_code is None:
         os.kill(started.pid, 9)
-        processes.stop(number)
+        os.waitpid(started.pid, 0)
+    try: processes.stop(number)
+    except RuntimeError: print("refused")  # not in a machine: it would look through the processes of this host
 """
 
 
@@ -54,7 +56,7 @@ async def test_a_process_is_marked_before_the_next_command_begins() -> None:
     done = subprocess.run(  # noqa: ASYNC221  the process itself lives longer than this
         [sys.executable, "-c", _LATE], capture_output=True, text=True, check=True, timeout=40
     )
-    assert done.stdout == "True None\nFalse 126\nFalse None\n"
+    assert done.stdout == "True None\nrefused\nFalse 126\nrefused\nFalse None\nrefused\n"
 
 
 # commands that fail before they begin, in an interpreter without threads
@@ -82,6 +84,42 @@ async def until(process: Process, words: bytes) -> ProcessState:
         while words not in (state := await process.state()).output and state.exit_code is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return state
+
+
+# a survivor that lowers its limits to those of each process in turn
+_FORGE = """
+import os, resource, time
+def limits(pid):
+    rows = {}
+    for line in open(f"/proc/{pid}/limits"):
+        rows[line[:26].strip()] = line[26:].split()[1] if line[26:].strip() else ""
+    return rows
+NAMES = {5: "Max resident set", 10: "Max file locks", 12: "Max msgqueue size", 11: "Max pending signals"}
+for other in [int(p) for p in os.listdir("/proc") if p.isdigit() and p not in ("1", str(os.getpid()))]:
+    wanted = limits(other)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for which, name in NAMES.items():
+                hard = -1 if wanted[name] == "unlimited" else int(wanted[name])
+                try: resource.setrlimit(which, (hard, hard))
+                except (OSError, ValueError): pass
+            time.sleep(600)
+        os._exit(0)
+time.sleep(0.3)
+"""
+
+
+async def test_no_process_can_give_itself_the_mark_of_another_one(any_host: NamespaceHost) -> None:
+    machine = await any_host.create(BUILT_IN)
+    servers = [await machine.start(["sleep", "600"]) for _ in range(3)]
+    await run_python(machine, _FORGE)
+    assert await run_python(machine, _COUNT) == str(1 + len(servers) + 1), "pid 1, the servers and the one that counts"
+    forger = await machine.start(["python", "-c", _FORGE + "time.sleep(600)"])
+    await asyncio.gather(*(server.stop() for server in (*servers, forger)))
+    await run_python(machine, "pass")  # what gave up its own mark ends with the next command
+    assert await run_python(machine, _COUNT) == "2"
+    await machine.close()
 
 
 async def test_a_server_survives_commands_until_it_is_stopped(any_host: NamespaceHost) -> None:

@@ -13,6 +13,7 @@ become that user and to end commands.
     {"op": "state" or "stop", "process"}       {"exit_code", "truncated", "stopped"} + output; exit_code null: it runs
     {"op": "read", "path", "max_bytes"}        {} + contents
     {"op": "write", "files": [[path, size]…]}  {}
+    {"op": "pack", "path", "max_bytes", …}     {} + tar; if "whole" is false, without what cannot be read
     {"op": "snapshot", "max_bytes"}            {} + tar
     {"op": "restore"} + tar                    {}
     {"op": "listen"}                           {"port"} + a listening socket, handed over
@@ -50,7 +51,7 @@ from rollmill.environments.machines.namespace import (
     wire,
 )
 from rollmill.environments.machines.namespace.memory import Watchdog
-from rollmill.environments.machines.namespace.process import MOST, Process, Processes
+from rollmill.environments.machines.namespace.process import COMMAND_MARK, MOST, Process, Processes
 
 _WATCH_INTERVAL_S, _SELDOM_S = 0.05, 1.0
 _IDLE_S = 0.1  # a request that comes sooner than this would have to wait while a process is made ahead
@@ -94,6 +95,7 @@ class Limits(NamedTuple):
             # The kernel adds these up for all machines of a host's user.
             resource.RLIMIT_SIGPENDING: _SIGNALS,
             resource.RLIMIT_MEMLOCK: _LOCKED,
+            **COMMAND_MARK,
         }
         if self.count_processes:  # commands of pid 1's user share the count with it and its keeper
             wanted[resource.RLIMIT_NPROC] = self.processes + (0 if self.own_user else 2)
@@ -367,6 +369,8 @@ def _handle_files(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], 
             return {}, files.read(header["path"], header["max_bytes"])
         case "write":
             files.write_all(header["files"], body)
+        case "pack":
+            return {}, files.pack_directory(header["path"], header["max_bytes"], whole=header["whole"])
         case "snapshot":
             return {}, files.pack_directory(layout.WORK, header["max_bytes"])
         case "restore":

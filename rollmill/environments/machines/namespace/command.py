@@ -323,8 +323,15 @@ def _watch(
         os.close(pidfd)
 
 
+def check_first() -> None:
+    """Whoever kills all that it sees must be the first process of a machine: elsewhere that is the whole computer."""
+    if os.getpid() != 1:
+        raise RuntimeError("this is not the first process of a machine")
+
+
 def end_all(pid: int) -> int:
     """Kill and reap every other process of the machine. Returns the wait status of `pid`."""
+    check_first()
     status = 0
     while True:
         with contextlib.suppress(ProcessLookupError):

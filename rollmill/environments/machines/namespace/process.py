@@ -1,8 +1,10 @@
 """Processes that keep running between commands, in pid 1: start, state, stop.
 
-A process and everything it starts carry a mark: the hard limit of a resource that nobody uses here. Children inherit
-it, and a process cannot raise it. So pid 1 can end the descendants of one process and leave the others alone, also
-those that left their session or lost their parent. A process that lowers its own mark only loses its protection.
+A process and everything it starts carry a mark: the hard limits of two resources that the kernel does not use. Children
+inherit them, and a process can lower a hard limit but not raise it. The more one half of a mark is, the less the other
+is, so no mark can be reached from another one, and none from that of commands, whose halves are both the least. So pid
+1 can end the descendants of one process and leave the others alone, also those that left their session or lost their
+parent. A process that lowers a half of its own mark only loses its protection.
 
 Output goes to a file without a name, in the machine's temporary directory. It counts as its disk, and nobody has to
 read it while the process runs. What a process writes to its terminal, pid 1 moves there.
@@ -15,6 +17,7 @@ import errno
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +25,18 @@ from typing import Any
 from rollmill.environments.machines.namespace import command, layout, terminal
 
 MOST = 32  # processes of one machine that run or whose output is still kept
-_MARK = resource.RLIMIT_MSGQUEUE
-_MARK_LINE = b"Max msgqueue size"
-_LOWEST = 1000
+_HALVES = {10: b"Max file locks", resource.RLIMIT_RSS: b"Max resident set"}  # 10: RLIMIT_LOCKS
+_LEAST, _PROCESSES = 1 << 40, 1 << 20  # of a half of a mark; that one machine may start, one after the other
+COMMAND_MARK = dict.fromkeys(_HALVES, _LEAST)  # as limits
 _CHUNKS = 16  # of a terminal's output that are moved at once, so that a flood holds nothing up
 _PASSES = 4  # a tree that still has new processes after this many starts them faster than they are killed
 
 
+Mark = tuple[int, ...]
+
+
 class Process:
-    def __init__(self, pid: int, mark: int, output: int, max_output: int, pty: int | None) -> None:
+    def __init__(self, pid: int, mark: Mark, output: int, max_output: int, pty: int | None) -> None:
         self.pid = pid
         self.mark = mark
         self.output = output  # an open file
@@ -91,15 +97,16 @@ class Processes:
         open_terminal: Callable[[int, int], tuple[int, int]],
     ) -> int:
         self._started += 1
-        mark, highest = _LOWEST + self._started, resource.getrlimit(_MARK)[1]
-        if len(self._by_id) >= MOST or (highest != resource.RLIM_INFINITY and mark >= highest):
+        mark = (_LEAST + self._started, _LEAST + _PROCESSES - self._started)
+        if len(self._by_id) >= MOST or self._started >= _PROCESSES:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         output = os.open(layout.TEMPORARY, os.O_TMPFILE | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
         ours, its = None, output
         try:
             if order.pty is not None:
                 ours, its = open_terminal(*order.pty)
-            pid = command.start(order, confinement._replace(rlimits={**confinement.rlimits, _MARK: mark}), its)
+            marked = {**confinement.rlimits, **dict(zip(_HALVES, mark, strict=True))}
+            pid = command.start(order, confinement._replace(rlimits=marked), its)
         except BaseException:
             for file in {output, its} if ours is None else {output, its, ours}:
                 os.close(file)
@@ -158,8 +165,9 @@ class Processes:
         self._end(lambda mark: mark not in own)
         return status
 
-    def _end(self, chosen: Callable[[int], bool]) -> None:
+    def _end(self, chosen: Callable[[Mark], bool]) -> None:
         """Kill every process whose mark is `chosen`. A tree that outruns this takes all others with it."""
+        command.check_first()
         killed: set[int] = set()
         passes = 0
         while passes < _PASSES:
@@ -177,6 +185,7 @@ class Processes:
 
     def _kill_everything(self) -> None:
         """As `command.end_all`: one call kills all, again until none is left."""
+        command.check_first()
         while _pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
@@ -199,17 +208,20 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
-def _wait_for_mark(pid: int, mark: int) -> None:
+def _wait_for_mark(pid: int, mark: Mark) -> None:
     """Returns once a process has its mark, or a lower one that it gave itself, or has ended without one."""
-    while not 0 <= _mark_of(pid) <= mark and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if (found := _mark_of(pid)) and all(half <= most for half, most in zip(found, mark, strict=True)):
+            return
         time.sleep(0.0005)
 
 
-def _mark_of(pid: int) -> int:
-    """The mark of a process; -1 if it has ended or has none."""
+def _mark_of(pid: int) -> Mark:
+    """The mark of a process; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/limits", "rb") as limits:
-            line = next(line for line in limits if line.startswith(_MARK_LINE))
-        return int(line.split()[-2])
+            lines = limits.readlines()
+        hard = [next(line.split()[-2] for line in lines if line.startswith(name)) for name in _HALVES.values()]
+        return tuple(sys.maxsize if half == b"unlimited" else int(half) for half in hard)
     except (OSError, ValueError, StopIteration):
-        return -1
+        return ()

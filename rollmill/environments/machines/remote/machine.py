@@ -70,6 +70,10 @@ class RemoteMachine:
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         return (await self._ask("read", {"path": path, "max_bytes": max_bytes}, max_body=max_bytes))[1]
 
+    async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
+        header = {"path": directory, "max_bytes": max_bytes, "timeout_s": timeout_s, "whole": whole}
+        return (await self._ask("pack", header, timeout_s=timeout_s, max_body=wire.MAX_BODY))[1]
+
     async def write(self, path: str, data: bytes) -> None:
         await self._ask("write", {"path": path}, data)
 

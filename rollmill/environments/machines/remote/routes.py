@@ -18,6 +18,7 @@ from rollmill.environments.machine import ProcessState, Snapshot
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.remote.ports import serve_connection, serve_port
 from rollmill.environments.machines.remote.service import Kept, Lent, Service
+from rollmill.environments.trees import pack_tree
 from rollmill.errors import MachineError, NoCapacity, TaskError
 
 LEASE_S = 60.0  # of a machine; each request and each renewal begins it anew
@@ -202,6 +203,9 @@ class Routes:
                 return await _ask_process(kept, operation, header, body)
             case "read":
                 return {}, await machine.read(header["path"], max_bytes=min(header["max_bytes"], wire.MAX_BODY))
+            case "pack":
+                options = {name: header[name] for name in ("max_bytes", "timeout_s", "whole")}
+                return {}, await pack_tree(machine, header["path"], **options)
             case "write":
                 await machine.write(header["path"], body)
                 return {}, b""
