@@ -1,4 +1,5 @@
-"""Baseline: what the reward of a trajectory is compared with. It also says whether a group has signal.
+"""Baseline: what the reward of a trajectory is compared with. Whether a group has something to learn from is decided
+in training/signal.py, which also looks at what does not come from the reward.
 
 group_mean      the mean of the group's graded rewards
 leave_one_out   the mean of the others: group_mean · G / (G − 1), so that small groups are not scaled down
@@ -28,12 +29,12 @@ _ROUNDING = 1e-9
 
 
 class Baseline(Protocol):
-    def read(self, committed: int) -> None:
-        """Take in what the steps up to `committed` have decided on."""
+    def read(self, step: int) -> None:
+        """Take in what the steps up to `step` have decided on, and what was closed for them."""
         ...
 
     def advantages(self, family: str, rewards_G: np.ndarray) -> np.ndarray | str:
-        """float64 [G], of the graded rewards of one group, or why there is nothing to learn from them."""
+        """float64 [G], of the graded rewards of one group, or why their rewards say nothing."""
         ...
 
 

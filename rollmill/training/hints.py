@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.chat.format import ChatFormat, HistoryRewritten
-from rollmill.errors import RollmillError
+from rollmill.chat.format import ChatFormat, Message
 from rollmill.training.batching import PackedSequence
 from rollmill.training.turns import turns_of
 from rollmill.types import Reward, Segment
 
+_OPENING: Message = {"role": "user", "content": "Hello."}
 _MOST_TEXT = 4000  # characters of a hint
 _MOST_HINTS = 16  # of one reward
 
@@ -45,17 +45,26 @@ def hints_of(reward: Reward) -> dict[int, str]:
 
 
 def hinted(format: ChatFormat, context: Sequence[int], text: str) -> list[int] | None:
-    """The context with the hint before its generation prompt. None if the format cannot write it there."""
+    """The context with the hint before its generation prompt. None if the format cannot write it there.
+
+    A short conversation is written without the hint and with it. The context ends like the first one, from where the
+    two differ on, and is given the end of the second one:
+
+        without  U H E A        with  U H E U T T E A        so  …  X E A  becomes  … X E U T T E A
+    """
     message: dict[str, Any] = {"role": "user", "content": text}
     try:
-        prompt = format.render_turn([], [], answer_closed=True)
-        turn = format.render_turn([message], [], answer_closed=True)
-    except (RollmillError, HistoryRewritten, ValueError, LookupError):  # of a template that needs the whole history
+        without, told = format.render_start([_OPENING], []), format.render_start([_OPENING, message], [])
+    except (
+        Exception
+    ):  # a template is a program of the checkpoint; the step is recorded, so a restart would meet it again
         return None
-    end = len(context) - len(prompt)
-    if not prompt or list(context[end:]) != prompt or turn[-len(prompt) :] != prompt:
+    pairs = zip(without, told, strict=False)
+    start = next((place for place, (old, new) in enumerate(pairs) if old != new), len(without) - 1)
+    end = len(context) - len(without[start:])
+    if end < 0 or list(context[end:]) != without[start:] or told[start:] == without[start:]:
         return None
-    return [*context[:end], *turn]
+    return [*context[:end], *told[start:]]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What a step trains on of its groups. Decided once, written to the step's record, never decided again.
 
-graded, the baseline sees signal, some token may be trained on          trained, with its advantage
-graded, the baseline sees no signal: all rewards are equal, …           no_signal
+graded, its group has signal, some token may be trained on              trained, with its advantage
+graded, nothing to learn from: all rewards are equal, no hint, …        no_signal
 graded, every token is over the staleness bound                         stale: no group of the run, by its deadline
 graded, no token may be trained on, or it does not fit the model        dropped, with the reason
 failed, not graded, quarantined or deleted                              dropped; its group is still usable
@@ -13,7 +13,7 @@ A group of which nothing is trained on does not fill a place in a step: it is cl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -32,8 +32,13 @@ Excluded = dict[str, tuple[LedgerState, str]]
 Contents = Mapping[str, Sequence[Segment] | str]  # trajectory id → its segments, or why they cannot be used
 
 
-def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]], baseline: Baseline) -> tuple[Graded, Excluded]:
-    """Advantages of the graded trajectories, group by group; everything without one is excluded."""
+def weigh_groups(
+    members: Mapping[str, Sequence[TrajectoryRow]],
+    baseline: Baseline,
+    has_other_signal: Callable[[Sequence[TrajectoryRow]], bool],
+) -> tuple[Graded, Excluded]:
+    """Advantages of the graded trajectories, group by group. A group whose rewards say nothing is excluded, unless it
+    has something else to learn from: then its advantages are 0."""
     graded: Graded = {}
     excluded: Excluded = {}
     for rows in members.values():
@@ -48,8 +53,10 @@ def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]], baseline: Basel
         rewards_G = np.array([row.reward for row in usable], np.float64)
         advantages_G = baseline.advantages(usable[0].family or "", rewards_G)
         if isinstance(advantages_G, str):
-            excluded.update({row.id: (LedgerState.no_signal, advantages_G) for row in usable})
-            continue
+            if not has_other_signal(usable):
+                excluded.update({row.id: (LedgerState.no_signal, advantages_G) for row in usable})
+                continue
+            advantages_G = np.zeros(len(usable))
         for row, advantage in zip(usable, advantages_G.tolist(), strict=True):
             assert row.reward_id is not None and row.reward is not None, "graded means there is a reward"
             graded[row.id] = (row.reward_id, row.reward, advantage)

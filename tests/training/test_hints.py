@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import tokenizers
 import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from rollmill.chat.format import ChatFormat
+from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.models.attention import PackedAttention
 from rollmill.models.decoder import Decoder
 from rollmill.training.config import RLConfig
 from rollmill.training.hints import hinted, hints_of
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
+from rollmill.training.objectives.rl import RLObjective
+from rollmill.trajectories.pace import Pace
 from rollmill.types import Reward, Segment
-from tests.training.world import MODEL, World, make_segment
+from tests.training.world import MODEL, PACE, World, make_segment
 
 PROMPT, USER = 1, 2  # tokens
 LINEAGE = Lineage("main", {"main": 0})
@@ -28,7 +36,7 @@ class TinyFormat:
 
     name, stop_tokens = "tiny", (0,)
 
-    def render_turn(self, messages: Sequence[dict[str, Any]], tools: object, *, answer_closed: bool) -> list[int]:
+    def render_start(self, messages: Sequence[dict[str, Any]], tools: object) -> list[int]:
         said = [token for message in messages for token in (USER, *(ord(letter) - 90 for letter in message["content"]))]
         return [*said, PROMPT]
 
@@ -71,6 +79,95 @@ def test_a_hint_stands_before_the_generation_prompt() -> None:
     assert hinted(format, [5, 6], "de") is None, "no generation prompt is there"
 
 
+class BrokenFormat(TinyFormat):
+    def render_start(self, messages: Sequence[dict[str, Any]], tools: object) -> list[int]:
+        assert len(messages) == 1, "a template that refuses two messages of the user"
+        return super().render_start(messages, tools)
+
+
+class TemplateLike(TinyFormat):
+    """Ends messages with a token and opens each by a header, as the templates of checkpoints do."""
+
+    def render_start(self, messages: Sequence[dict[str, Any]], tools: object) -> list[int]:
+        said = [[9, USER, *(ord(letter) - 90 for letter in each["content"]), 0] for each in messages]
+        return [*(token for each in said for token in each), 9, PROMPT]
+
+
+def test_a_hint_is_a_message_of_its_own_in_a_template() -> None:
+    format: Any = TemplateLike()
+    assert hinted(format, [5, 6, 0, 9, PROMPT], "de") == [5, 6, 0, 9, USER, 10, 11, 0, 9, PROMPT]
+    assert hinted(format, [5, 6, 0], "de") is None
+    broken: Any = BrokenFormat()
+    assert hinted(broken, [5, 6, PROMPT], "de") is None, "whatever a template raises, the hint is left out"
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_hints_are_written_by_templates_of_checkpoints(name: str) -> None:
+    """Also after a tool's result, and with what a later turn of the same conversation holds."""
+    format = template_format(name)
+    start = format.render_start([{"role": "user", "content": "fix it"}], [])
+    told = hinted(format, start, "look at tests/")
+    wanted = [{"role": "user", "content": "fix it"}, {"role": "user", "content": "look at tests/"}]
+    assert told == format.render_start(wanted, [])
+    messages = [*wanted[:1], {"role": "assistant", "content": "done"}, {"role": "user", "content": "no"}]
+    assert hinted(format, format.render_start(messages, []), "look at tests/") == format.render_start(
+        [*messages, wanted[1]], []
+    )
+
+
+def hint_of(turn: int) -> Reward:
+    return Reward(0.0, evidence={"hints": [{"turn": turn, "text": "def"}]})
+
+
+def test_groups_that_failed_as_a_whole_learn_from_their_hints(tmp_path: Path) -> None:
+    """Only hints that can be written are signal: the first group's is of a turn that is not there."""
+    world, pace = World(tmp_path), Pace(1, 2, max_staleness=3)
+    for name, turn in (("none", 7), ("hinted", 1)):
+        ids = world.add_group(name, [two_turns(0), two_turns(1)], [0.0, 0.0])
+        world.trajectories.grade(ids[0], hint_of(turn))
+    objective: Any = objective_with(world, TinyFormat(), pace)
+    batch = objective.next_batch(1, 1e-3, LINEAGE, lambda: False)
+    assert batch.record.groups == ("hinted",) and batch.closed == ("none",)
+    assert [advantage for _, _, advantage in batch.record.trajectories.values()] == [0.0, 0.0]
+    got, _ = gradient(objective, batch)
+    assert np.abs(got).max() > 1e-4
+
+
+def test_a_hint_that_cannot_be_written_never_stops_a_recorded_step(tmp_path: Path) -> None:
+    world, pace = World(tmp_path), Pace(1, 2, max_staleness=3)
+    ids = world.add_group("g", [two_turns(0), two_turns(1)], [1.0, 0.0])
+    world.trajectories.grade(ids[1], hint_of(1))
+    for _ in range(2):  # the second one finds the step recorded
+        batch = objective_with(world, BrokenFormat(), pace).next_batch(1, 1e-3, LINEAGE, lambda: False)
+        assert batch is not None and batch.hints_refused == 1 and not batch.hinted
+
+
+def objective_with(world: World, format: Any, pace: Pace, factor: float = 1.0) -> RLObjective:
+    config = RLConfig(hint_factor=factor, router_replay=False, loss="policy_gradient")
+    given = (world.ledger, world.trajectories, world.weights)
+    return RLObjective(config, *given, pace=pace, model_config=world.model, tokens_per_microbatch=48, format=format)
+
+
+def template_format(name: str) -> ChatFormat:
+    header, end = ("<|im_start|>{}\n", "<|im_end|>\n") if name == "chatml" else ("<|h|>{}<|/h|>\n\n", "<|eot_id|>")
+    opened = "{{ '" + header.replace("\n", "\\n").replace("{}", "' + {} + '") + "' }}"
+    source = (
+        "{% for m in messages %}"
+        + opened.replace("{}", "m['role']")
+        + "{{ m['content'] + '"
+        + end.replace("\n", "\\n")
+        + "' }}{% endfor %}{% if add_generation_prompt %}"
+        + opened.replace("{}", "'assistant'")
+        + "{% endif %}"
+    )
+    specials = ["<|im_start|>", "<|im_end|>", "<|h|>", "<|/h|>", "<|eot_id|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE(vocab={char: place for place, char in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(each, special=True) for each in specials])
+    return TemplateFormat(Tokenizer(made), source, {})
+
+
 def two_turns(seed: int) -> Segment:
     made = make_segment([0, 0, 0, 1, 1, 0, 0, 1, 1, 1], seed=seed, routes=False)
     made.tokens[[2, 6]] = PROMPT
@@ -102,9 +199,7 @@ def test_a_step_with_hints_is_a_step_with_other_advantages(tmp_path: Path) -> No
     for id in ids[1:]:
         world.trajectories.grade(id, Reward(0.0, evidence={"hints": [{"turn": 1, "text": "def"}]}))
     world.trajectories.grade("g-1-1", Reward(0.0, evidence={"hints": [{"turn": 0, "text": "z" * 60}]}))  # too long
-    config = RLConfig(hint_factor=0.5, router_replay=False, loss="policy_gradient")
-    objective: Any = world.objective(config)
-    objective._format = format
+    objective: Any = objective_with(world, format, PACE, 0.5)
     batch = objective.next_batch(1, 1e-3, LINEAGE, lambda: False)
     assert sum(len(part.targets_M) for part in batch.hinted) == 6 and batch.hints_refused == 1
     got, _ = gradient(objective, batch)

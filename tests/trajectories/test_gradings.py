@@ -84,7 +84,7 @@ def test_no_step_mixes_two_gradings(engine: sa.Engine, store: TrajectoryStore, l
     with pytest.raises(TrajectoryError, match="two gradings"):
         ledger.write_step(record(ledger, 1, "a", trajectories={"a-0": old["a-0"], "a-1": new["a-1"]}))
     store.grade("a-0", Reward(0.0))  # one trajectory alone: the group's newest rewards are a mixture now
-    graded, excluded = weigh_groups(ledger.members(["a"]), GroupBaseline(leave_one_out=False))
+    graded, excluded = weigh_groups(ledger.members(["a"]), GroupBaseline(leave_one_out=False), lambda rows: False)
     assert not graded and {state for state, _ in excluded.values()} == {LedgerState.dropped}
     assert "graded again" in excluded["a-0"][1]
     ledger.write_step(record(ledger, 1, "a", trajectories=new))

@@ -29,7 +29,6 @@ from rollmill.training.batching import ABANDONED, STALE, MicroBatch, TokenRule, 
 from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
 from rollmill.training.diagnostics import finite, warnings
-from rollmill.training.hints import HintedTurns
 from rollmill.training.lineage import Lineage
 from rollmill.training.mismatch import HeldReport, MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome, leave_on_model
@@ -39,12 +38,14 @@ from rollmill.training.reference import Reference
 from rollmill.training.selection import (
     Contents,
     Excluded,
+    Graded,
     comparable,
     exclude_unusable,
     read_segments,
     segment_sequences,
     weigh_groups,
 )
+from rollmill.training.signal import OtherSignal
 from rollmill.training.turns import group_token_advantages
 from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
@@ -64,6 +65,7 @@ class _Search:
 
     number: int
     started_at: float
+    rule: TokenRule
     due_since: float | None = None  # enough groups are ready, but older ones are due
     closed: list[str] = field(default_factory=list)  # groups that turned out to have nothing to learn from
     considered: set[str] = field(default_factory=set)  # the groups that were there when the step chose its own
@@ -104,7 +106,7 @@ class RLObjective:
     ) -> None:
         """`format` is needed to write hints."""
         self._config = config
-        self._format = format
+        self._other = OtherSignal(config, trajectories, model_config, format)
         self._model = model_config
         self._ledger = ledger
         self._trajectories = trajectories
@@ -129,7 +131,7 @@ class RLObjective:
         if record is not None:
             contents = read_segments(self._trajectories, list(record.trajectories), self._model)
             return self._batch(record, contents, rule, lr)
-        search = _Search(number, time.time())
+        search = _Search(number, time.time(), rule)
         self._baseline.read(number - 1)
         while True:
             with telemetry.busy("wait"):
@@ -167,18 +169,21 @@ class RLObjective:
         return None
 
     def _close_without_signal(self, search: _Search, waiting: Sequence[str]) -> bool:
-        """Close the groups that have no trajectory with an advantage. True if there were any."""
+        """Close the groups that have nothing to learn from. True if there were any."""
         unknown = [group for group in waiting if group not in self._with_signal]
         self._with_signal.intersection_update(waiting)
         found = False
         for group, rows in self._ledger.members(unknown).items() if unknown else ():
-            graded, excluded = weigh_groups({group: rows}, self._baseline)
+            graded, excluded = self._weigh({group: rows}, search.rule)
             if graded:
                 self._with_signal.add(group)
             else:
                 found = True
                 self._close(search, group, excluded)
         return found
+
+    def _weigh(self, members: Mapping[str, Sequence[TrajectoryRow]], rule: TokenRule) -> tuple[Graded, Excluded]:
+        return weigh_groups(members, self._baseline, lambda rows: self._other.in_group(rows, rule))
 
     def _close(self, search: _Search, group: str, excluded: Excluded) -> None:
         self._ledger.close_group(group, excluded, search.number)
@@ -206,7 +211,7 @@ class RLObjective:
     def _choose(
         self, number: int, lr: float, members: Mapping[str, Sequence[TrajectoryRow]], rule: TokenRule
     ) -> tuple[StepRecord, Contents]:
-        graded, excluded = weigh_groups(members, self._baseline)
+        graded, excluded = self._weigh(members, rule)
         contents = read_segments(self._trajectories, list(graded), self._model)
         unusable = exclude_unusable(graded, contents, rule, self._config)
         record = StepRecord(
@@ -226,10 +231,8 @@ class RLObjective:
     ) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
-        by_turn, grades = self._by_turn(record, contents), self._grades(record)
-        hints = (
-            HintedTurns(self._format, self._model.max_context) if self._format and self._config.hint_factor else None
-        )
+        by_turn, grades = self._by_turn(record, contents), self._grades(record, contents)
+        hints = self._other.hints()
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
             content = contents[id]
             if isinstance(content, str):
@@ -262,19 +265,19 @@ class RLObjective:
             hints_refused=hints.refused if hints is not None else 0,
         )
 
-    def _grades(self, record: StepRecord) -> dict[str, Reward]:
+    def _grades(self, record: StepRecord, contents: Contents) -> dict[str, Reward]:
         """The rewards that the step pins, if more than their values is needed."""
         if self._config.credit != "turns" and not self._config.hint_factor:
             return {}
-        found = self._trajectories.rewards(list(record.trajectories))
-        return {id: dict(found[id])[reward_id] for id, (reward_id, _, _) in record.trajectories.items()}
+        pinned = {id: reward_id for id, (reward_id, _, _) in record.trajectories.items()}
+        return self._other.grades({id: each for id, each in pinned.items() if not isinstance(contents[id], str)})
 
     def _by_turn(self, record: StepRecord, contents: Contents) -> dict[str, list[np.ndarray]]:
         """Advantages of the tokens of each segment, if each turn has its own. They follow from what the record pins."""
         if self._config.credit != "turns":
             return {}
         found: dict[str, list[np.ndarray]] = {}
-        grades = self._grades(record)
+        grades = self._grades(record, contents)
         for group in record.groups:
             ids = [row.id for row in self._ledger.entered(group) if row.id in record.trajectories]
             group_of = [(content, grades[id]) for id in ids if not isinstance(content := contents[id], str)]
