@@ -41,6 +41,7 @@ class _TokenizerConfig(BaseModel):
     eos_token: str | _Token | None = None
     unk_token: str | _Token | None = None
     pad_token: str | _Token | None = None
+    add_bos_token: bool | None = None
 
 
 class _GenerationConfig(BaseModel):
@@ -53,6 +54,8 @@ class ChatFiles(NamedTuple):
     template: str | None
     variables: dict[str, Any]
     stop_tokens: list[int]
+    begin: int | None  # bos_token
+    begins_documents: bool | None  # whether texts begin with it; None: the files do not say
 
 
 def read_chat_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ChatFiles:
@@ -65,7 +68,8 @@ def read_chat_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ChatFil
     stops += listed if isinstance(listed, list) else [listed]
     variables = {name: token for name, token in found.items() if token is not None}
     known = [token for token in stops if token is not None and 0 <= token < tokenizer.vocab_size]
-    return ChatFiles(_template(files, config), variables, list(dict.fromkeys(known)))
+    begin = tokenizer.find_token(found["bos_token"]) if found["bos_token"] else None
+    return ChatFiles(_template(files, config), variables, list(dict.fromkeys(known)), begin, config.add_bos_token)
 
 
 def chat_files(directory: Path) -> dict[str, bytes]:

@@ -31,6 +31,13 @@ class CallMark(NamedTuple):
     ends: bool = True
 
 
+class DocumentMarks(NamedTuple):
+    """The tokens around a document of plain text. None: nothing begins it."""
+
+    begin: int | None
+    end: int
+
+
 class HistoryRewritten(Exception):
     """With the new messages, the template writes earlier messages differently: their tokens cannot be kept."""
 
@@ -43,6 +50,7 @@ class ChatFormat(Protocol):
 
     name: str
     stop_tokens: tuple[int, ...]
+    document: DocumentMarks
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """The whole prompt, ending with the generation prompt."""

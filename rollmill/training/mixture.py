@@ -110,6 +110,8 @@ def _open(section: SourceSection, number: int, context: StageContext) -> Part:
         overlap=section.overlap,
         seed=context.seed,
         directory=context.directory / "sources" / str(number + 1),
+        begin_token=section.begin,
+        end_token=section.end,
     )
     try:
         documents = source.documents(for_source)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from pydantic import Field
 
+from rollmill.errors import ConfigError
 from rollmill.kinds import KindSection, Slot
 
 if TYPE_CHECKING:
@@ -44,6 +45,29 @@ class SourceContext:
     overlap: int  # tokens that two parts of a long document share
     seed: int
     directory: Path  # the source's own, for an index; empty when the run begins
+    begin_token: str | None = None  # as the settings of the source name them
+    end_token: str | None = None
+
+    @property
+    def begin(self) -> list[int]:
+        """The tokens that each document of plain text begins with; they are context only. Empty for many models."""
+        return self._named(self.begin_token, self.format.document.begin)
+
+    @property
+    def end(self) -> list[int]:
+        """The tokens that each document of plain text ends with."""
+        return self._named(self.end_token, self.format.document.end)
+
+    def _named(self, name: str | None, otherwise: int | None) -> list[int]:
+        if name is None:
+            return [] if otherwise is None else [otherwise]
+        found = self.tokenizer.find_token(name)
+        if name and found is None:
+            raise ConfigError(
+                f"a source names the token {name!r}, which the tokenizer does not have",
+                hint='name one of its special tokens, "" for none, or leave begin and end out',
+            )
+        return [] if found is None or not name else [found]
 
 
 class Documents(Protocol):
@@ -106,6 +130,16 @@ class SourceSection(KindSection):
         ge=0,
         lt=1,
         description="Share of documents that are never trained on. The stage measures the loss on them.",
+    )
+    begin: str | None = Field(
+        None,
+        description="Token that each document of text begins with. Not set: the one that the checkpoint names; empty: "
+        "none.",
+    )
+    end: str | None = Field(
+        None,
+        description="Token that each document of text ends with. Not set: the checkpoint's end of a text, which is not "
+        "the end of a chat's turn; empty: none.",
     )
     overlap: int = Field(
         16,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollmill.chat.checkpoint import TEMPLATE, chat_files, read_chat_files
+from rollmill.chat.checkpoint import TEMPLATE, ChatFiles, chat_files, read_chat_files
 from rollmill.chat.config import ChatConfig
+from rollmill.chat.documents import document_marks
 from rollmill.chat.families.choice import FAMILIES
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
@@ -30,6 +31,12 @@ def format_of(
     config = config or ChatConfig()
     files = {**(files or {}), **({TEMPLATE: _read(config.template)} if config.template else {})}
     found = read_chat_files(files, tokenizer)
+    format = _format(tokenizer, found, config, tools_in_prompt)
+    format.document = document_marks(format, tokenizer, found)
+    return format
+
+
+def _format(tokenizer: Tokenizer, found: ChatFiles, config: ChatConfig, tools_in_prompt: bool) -> ChatFormat:
     if found.template is not None:
         return TemplateFormat(
             tokenizer,

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.chat.format import CallMark, ContentStream, Message, Tool, assistant_message, message_calls
+from rollmill.chat.format import CallMark, ContentStream, DocumentMarks, Message, Tool, assistant_message, message_calls
 from rollmill.chat.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", "<call>", "<arg>")
@@ -35,6 +35,7 @@ class CompactFormat:
         )
         self._roles = {"user": user, "tool": tool, "system": system}
         self.stop_tokens: tuple[int, ...] = (self._end,)
+        self.document = DocumentMarks(None, self._end)
 
     def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
         """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from rollmill.chat.calls import write_call
 from rollmill.chat.families.hermes import HermesCalls
-from rollmill.chat.format import ContentStream, Message, Tool, assistant_message, message_calls
+from rollmill.chat.format import ContentStream, DocumentMarks, Message, Tool, assistant_message, message_calls
 from rollmill.chat.tokenizer import Tokenizer
 
 _CALLS = HermesCalls()
@@ -47,6 +47,7 @@ class HermesFormat:
         end_of_text = tokenizer.find_token("<|endoftext|>")
         self._end = tokenizer.token_id("<|im_end|>")
         self.stop_tokens: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
+        self.document = DocumentMarks(None, self.stop_tokens[-1])
 
     def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
         """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""

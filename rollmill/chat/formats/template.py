@@ -26,6 +26,7 @@ from rollmill.chat.fitting import SampledIds
 from rollmill.chat.format import (
     CallMark,
     ContentStream,
+    DocumentMarks,
     HistoryRewritten,
     Message,
     Tool,
@@ -71,6 +72,7 @@ class TemplateFormat:
             ) from None
         ends = closings_of(self.family, tokenizer)
         self.stop_tokens = tuple(dict.fromkeys([self._closing, *stop_tokens, *ends]))
+        self.document = DocumentMarks(None, self.stop_tokens[-1])
 
     @property
     def reasons_first(self) -> bool:

@@ -114,6 +114,7 @@ class TextDocuments(IndexedDocuments):
     def __init__(self, index: Index, context: SourceContext, config: TextSettings, text: TextReader) -> None:
         super().__init__(index)
         self._context, self._text = context, text
+        self._begin, self._end = context.begin, context.end
         self._infill = Infill(context, config.fill_in_middle) if config.fill_in_middle else None
 
     def read(self, number: int, epoch: int) -> Document:
@@ -123,13 +124,14 @@ class TextDocuments(IndexedDocuments):
         data = self._text(self._index, row, row.start - back, row.stop)
         text = data[back:].decode("utf-8", "replace")
         last = number + 1 == self.count or self._index.row(number + 1).start == 0
-        end = [self._context.format.stop_tokens[-1]] if last else []
+        begin, end = [] if row.start else self._begin, self._end if last else []
         notes = [] if row.start == 0 and last else ["part of a long document"]
         if self._infill is not None and self._infill.chosen(number, epoch):
             tokens = self._infill.rearranged(text, number, epoch) + end
-            if len(tokens) <= self._context.max_context:
-                return Document(tokens, [True] * len(tokens), [*notes, "middle to fill in"])
+            if len(begin) + len(tokens) <= self._context.max_context:
+                learnt = [False] * len(begin) + [True] * len(tokens)
+                return Document(begin + tokens, learnt, [*notes, "middle to fill in"])
             notes.append("too long to fill in its middle")
         lead, tokens = self._context.tokenizer.encode_many([data[:back].decode("utf-8", "ignore"), text])
-        before, tokens = lead[-overlap:], tokens + end
+        before, tokens = begin + lead[-overlap:], tokens + end
         return Document(before + tokens, [False] * len(before) + [True] * len(tokens), notes)

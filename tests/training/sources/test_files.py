@@ -6,11 +6,13 @@ import itertools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rollmill import telemetry
+from rollmill.chat.format import DocumentMarks
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import LocalPath
 from rollmill.errors import ConfigError, TrainingError
@@ -198,3 +200,22 @@ def test_a_text_too_long_to_fill_in_is_counted(tmp_path: Path, context: Context,
     (tmp_path / "a.txt").write_text("é→" * 30)
     documents = text(tmp_path / "a.txt", fill_in_middle=1.0).documents(context(hermes))
     assert documents.read(0, 0).notes[-1] == "too long to fill in its middle"
+
+
+def test_documents_begin_and_end_as_the_checkpoint_or_the_source_says(
+    tmp_path: Path, context: Context, compact: Tokenizer
+) -> None:
+    (tmp_path / "a.text").write_text("def f(a):\n" + LONG)
+    usual = context()
+    usual.format.document = DocumentMarks(compact.token_id("<text>"), compact.token_id("<end>"))
+    named = replace(usual, begin_token="", end_token="<arg>", directory=tmp_path / "named")
+    for each, first, last in ((usual, "<text>", "<end>"), (named, "", "<arg>")):
+        documents = text(tmp_path / "a.text").documents(each)
+        read = [documents.read(number, 0) for number in range(documents.count)]
+        assert len(read) > 5
+        whole = [t for document in read for t, flag in zip(document.tokens, document.learnt, strict=True) if flag]
+        assert compact.decode(whole) == f"def f(a):\n{LONG}{last}", "nothing is to predict what begins a text"
+        assert compact.decode(read[0].tokens).startswith(f"{first}def f(a):")
+        assert all(compact.token_id("<text>") not in document.tokens for document in read[1:])
+    with pytest.raises(ConfigError, match="names the token '<nothing>'"):
+        text(tmp_path / "a.text").documents(replace(usual, end_token="<nothing>", directory=tmp_path / "unknown"))
