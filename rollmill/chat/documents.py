@@ -16,7 +16,7 @@ _ENDS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s
 
 
 def document_marks(format: ChatFormat, tokenizer: Tokenizer, found: ChatFiles) -> DocumentMarks:
-    """The end is a known name that the checkpoint lists, or that its vocabulary has; else the checkpoint's eos_token."""
+    """The end is a known name that the checkpoint lists, or that its vocabulary has; else the checkpoint's eos."""
     known = [token for name in _ENDS if (token := tokenizer.find_token(name)) in tokenizer.special_ids]
     listed = [token for token in found.stop_tokens if token in known]
     end = [*listed, *known, *found.stop_tokens, format.stop_tokens[-1]][0]

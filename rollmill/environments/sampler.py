@@ -21,14 +21,14 @@ class TaskResults:
     solved: int = 0
     turns: int = 0  # answers of the model, in all attempts
     tokens: int = 0  # sampled, in all attempts
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))  # solved or not, the newest last
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # rewards, the newest last
 
-    def add(self, *, solved: bool, turns: int, tokens: int) -> None:
+    def add(self, *, reward: float, solved: bool, turns: int, tokens: int) -> None:
         self.attempts += 1
         self.solved += solved
         self.turns += turns
         self.tokens += tokens
-        self.recent.append(solved)
+        self.recent.append(reward)
 
 
 @dataclass(frozen=True)

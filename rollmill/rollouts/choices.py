@@ -26,7 +26,7 @@ class Choices:
             return self._latest[1]
         for result in self._ledger.results(self._read, committed):
             known = self._results.setdefault(result.task_id, TaskResults())
-            known.add(solved=result.solved, turns=result.turns, tokens=result.tokens)
+            known.add(reward=result.reward, solved=result.solved, turns=result.turns, tokens=result.tokens)
         self._read = max(self._read, committed)
         progress = committed / self._pace.steps if self._pace.steps else 0.0
         try:

@@ -33,7 +33,7 @@ def simulate(sampler: Sampler, rates: Mapping[str, float] = RATES) -> list[str]:
         if len(unseen) > 4:
             id, outcomes = unseen.pop(0)
             for solved in outcomes:
-                results.setdefault(id, TaskResults()).add(solved=solved, turns=3, tokens=100)
+                results.setdefault(id, TaskResults()).add(reward=float(solved), solved=solved, turns=3, tokens=100)
     return chosen
 
 
@@ -65,11 +65,52 @@ def test_a_hopeless_task_that_becomes_solvable_comes_back() -> None:
     sampler = Frontier(FrontierConfig())
     results = TaskResults()
     for _ in range(32):
-        results.add(solved=False, turns=1, tokens=1)
+        results.add(reward=0.0, solved=False, turns=1, tokens=1)
     assert sampler.weight(results, 0.5) == pytest.approx(0.05, abs=0.05)
     for solved in [True, False] * 4:
-        results.add(solved=solved, turns=1, tokens=1)
-    assert sampler.weight(results, 0.5) > 0.8 and sampler.weight(None, 0.5) == 1.0
+        results.add(reward=float(solved), solved=solved, turns=1, tokens=1)
+    assert sampler.weight(results, 0.5) > 0.8
+
+
+def weigh(rewards: list[float], progress: float = 0.0) -> float:
+    results = TaskResults()
+    for reward in rewards:
+        results.add(reward=reward, solved=reward >= 1, turns=1, tokens=1)
+    return Frontier(FrontierConfig()).weight(results, progress)
+
+
+def test_partial_rewards_weigh_by_their_spread() -> None:
+    assert weigh([0.2, 0.5, 0.9, 0.3, 0.7, 0.4, 0.8, 0.6] * 2) == pytest.approx(0.4, abs=0.05)
+    assert weigh([0.0, 1.0] * 8) == pytest.approx(1.0)
+    assert weigh([1.0] * 16) == pytest.approx(weigh([0.0] * 16)) == pytest.approx(0.06, abs=0.01)
+    assert weigh([0.5] * 16) == 0.05 and weigh([0.9] * 16) < 0.06, "all the same: nothing to learn from"
+    assert weigh([-3.0, 5.0] * 8) == 1.0, "rewards of other sizes weigh at most as much"
+    for progress in (0.0, 0.5, 1.0):  # with rewards of 0 and 1 it is p · (1 − p)^(1 + hardness · progress)
+        rate, power = (5 + 0.25) / 16.5, 1 + 2 * progress
+        best = 1 / (1 + power)
+        expected = rate * (1 - rate) ** power / (best * (1 - best) ** power)
+        assert weigh([1.0] * 5 + [0.0] * 11, progress) == pytest.approx(expected)
+
+
+def test_new_tasks_weigh_what_their_family_does() -> None:
+    """With more tasks than groups it would be uniform for the whole run."""
+    names = ("mixed", "hopeless", "unknown")
+    tasks = ListedTasks(Task(f"{name}/{number}", "do it", family=name) for name in names for number in range(500))
+    results = dict[str, TaskResults]()
+    sampler = Frontier(FrontierConfig())
+    first = Counter(sampler.choose(tasks, Draw(index, 7, 0.0, results)).family for index in range(600))
+    assert min(first.values()) > 150, "before there are results it is uniform"
+    for number in range(20):
+        for attempt in range(8):
+            results.setdefault(f"mixed/{number}", TaskResults()).add(
+                reward=float(attempt % 2), solved=attempt % 2 == 1, turns=1, tokens=1
+            )
+            results.setdefault(f"hopeless/{number}", TaskResults()).add(reward=0.0, solved=False, turns=1, tokens=1)
+    chosen = [sampler.choose(tasks, Draw(index, 7, 0.0, results)) for index in range(600)]
+    new = Counter(task.family for task in chosen if task.id not in results)
+    assert new["mixed"] > 4 * new["hopeless"] and new["mixed"] > 1.5 * new["unknown"] > 3 * new["hopeless"]
+    again = [Frontier(FrontierConfig()).choose(tasks, Draw(index, 7, 0.0, results)) for index in range(20)]
+    assert again == chosen[:20], "the same in a process that starts in the middle"
 
 
 def test_a_recheck_of_one_is_uniform() -> None:
