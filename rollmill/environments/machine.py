@@ -162,7 +162,7 @@ class Machine(Protocol):
 
     async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
         """A tar of a directory, made where no command of the machine reaches. OSError as with `pack_tree` of
-        rollmill/environments/trees.py. Optional: for a kind without, `pack_tree` has `tar` of the machine do it."""
+        rollmill/environments/trees.py: optional. For a kind without, `pack_tree` has `tar` of the machine do it."""
         ...
 
     async def listen(self) -> tuple[socket.socket, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollmill.config import Config
 
@@ -172,29 +172,29 @@ class TrainingConfig(Config):
             raise ValueError(f"expert_parallel ({self.expert_parallel}) must divide the model's {experts} experts")
 
 
-LossName = Literal[
-    "policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"
-]  # fmt: skip
+LossName = Literal["policy_gradient", "dppo", "ppo", "cispo", "gspo", "tis", "mis", "icepop"]
 
 CreditName = Literal["path", "all", "decayed", "per_segment", "turns"]
 BaselineName = Literal["group_mean", "leave_one_out", "population", "none"]
 
 ALONE = ("population", "none")  # baselines for which a group may be one trajectory
 
-_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 # The settings that only some losses have, at their usual values; training/loss.py says what each does.
 DIALS: Mapping[str, Mapping[str, float | str]] = {
     "policy_gradient": {"weight_cap": 20.0},
     "dppo": {"mask_delta": 0.2, "weight_cap": 20.0, "ratio_penalty": 1e-3},
-    "ppo": _CLIP,
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},  # bounded above only
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # a mean over a sequence moves far less than a token
-    "decoupled_ppo": {**_CLIP, "weight_cap": 20.0},
-    "tis": {**_CLIP, "weight_cap": 2.0, "weight_level": "token"},
-    "mis": {**_CLIP, "weight_cap": 2.0, "weight_level": "token"},
-    "icepop": {**_CLIP, "weight_floor": 0.5, "weight_cap": 5.0},
+    # a mean over a sequence moves far less than a token
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0},
+    "tis": {"weight_cap": 2.0, "weight_level": "token"},
+    "mis": {"weight_cap": 2.0, "weight_level": "token"},
+    "icepop": {"weight_floor": 0.5, "weight_cap": 5.0},
 }
-_OWN_DIALS = frozenset({"mask_delta", "weight_cap", "weight_floor", "weight_level", "clip_low", "clip_high"})
+_OWN_DIALS = frozenset(
+    {"mask_delta", "weight_cap", "weight_floor", "weight_level", "clip_low", "clip_high", "dual_clip"}
+)
+_CLIPS = frozenset({"clip_low", "clip_high"})
 
 
 class RLConfig(Config):
@@ -246,6 +246,12 @@ class RLConfig(Config):
     )
     clip_high: float | None = Field(
         None, gt=0, description="Ratios above 1 plus this are clipped. Smaller keeps each update smaller."
+    )
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="ppo and gspo: a token with negative advantage whose ratio is above this gets no gradient. Without "
+        "it, one token that has become far likelier would outweigh the whole step.",
     )
     veto_ratio: float | None = Field(
         None,
@@ -338,6 +344,15 @@ class RLConfig(Config):
         "replays every recorded expert.",
     )
 
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _knows_loss(cls, name: object) -> object:
+        if name == "decoupled_ppo":
+            raise ValueError(
+                "with one update per step decoupled_ppo is policy_gradient: use that, with the same weight_cap"
+            )
+        return name
+
     @model_validator(mode="after")
     def _fill_in_dials(self) -> Self:
         # not before the validation: that would validate the rest as Python, where a list is no tuple
@@ -352,7 +367,9 @@ class RLConfig(Config):
         strange = sorted(name for name in _OWN_DIALS - dials.keys() if getattr(self, name) is not None)
         if strange:
             own = ", ".join(sorted(_OWN_DIALS & dials.keys()))
-            raise ValueError(f"loss {self.loss!r} has no {', '.join(strange)}; its own settings are {own}")
+            why = "; a step is one update, so its ratio to the policy it starts from is 1 and a clip would do nothing"
+            why = why if _CLIPS & set(strange) and self.loss in ("tis", "mis", "icepop") else ""
+            raise ValueError(f"loss {self.loss!r} has no {', '.join(strange)}{why}; its own settings are {own}")
         if self.kl_factor > 0 and self.reference is None:
             raise ValueError("kl_factor needs a reference: the version to stay close to, for example 'rl@0'")
         if self.kl_factor == 0 and self.reference is not None:

@@ -1,8 +1,8 @@
 """The losses of one micro-batch, on the log-probs of target tokens. Losses are minimised.
 
-Per token, with π the policy being trained, π_old the version the step trains from, μ what the engine sampled from:
+Per token, with π the policy being trained and μ what the engine sampled from:
 
-    w = π/μ = r·ρ      r = π/π_old      ρ = π_old/μ      Δ = log w      A the advantage
+    w = π/μ      Δ = log w      A the advantage
 
     loss = −keep · weight · bound(ratio, A)  +  penalty · Δ²  +  KL to a reference  −  entropy bonus
 
@@ -13,14 +13,19 @@ Per token, with π the policy being trained, π_old the version the step trains 
     cispo             w                      detach
     gspo              w, geometric mean      clip
                       over the sequence
-    decoupled_ppo     r                      clip      min(ρ, cap)
-    tis               r                      clip      min(ρ, cap)
-    mis               r                      clip      ρ              ρ ≤ cap
-    icepop            r                      clip      ρ              floor ≤ ρ ≤ cap
+    tis               π/π                              min(w, cap)
+    mis               π/π                              w              w ≤ cap
+    icepop            π/π                              w              floor ≤ w ≤ cap
 
     cap      A·w up to the cap, linear in Δ above it: the gradient is A·min(w, cap)·∇log π
-    clip     min(x·A, clip(x, 1 − low, 1 + high)·A): no gradient once x has left the range in the direction of A
+    clip     min(x·A, clip(x, 1 − low, 1 + high)·A): no gradient once x has left the range in the direction of A, nor
+             where A < 0 and x > dual_clip
     detach   clip(x, 1 − low, 1 + high) as a constant times A·log π: every token keeps a gradient
+    π/π      the ratio to the policy that the step trains from. A step is one update, so it is 1, and its gradient is
+             ∇log π. A clip of it would do nothing, and decoupled PPO is the policy gradient
+
+gspo is its form per token: the ratio of the sequence as a constant times π/π of the token. With one advantage for the
+whole sequence that is GSPO; with others, each token is pushed by its own.
 
 dppo masks by probabilities, not ratios: A > 0 and π − μ > δ, or A < 0 and π − μ < −δ. A token that goes from 1e-4 to
 1e-3 has a ratio of ten and has hardly moved.
@@ -42,25 +47,25 @@ from torch import Tensor
 from rollmill.models.kernels.head import log_softmax
 from rollmill.training.config import DIALS, RLConfig
 
-Ratio = Literal["engine", "sequence", "old"]
-Bound = Literal["cap", "clip", "detach"]
+Ratio = Literal["engine", "sequence", "own"]
+Bound = Literal["cap", "clip", "detach", "none"]
 Correction = Literal["none", "truncate", "band"]
 
-# name → which ratio, how it is bounded, how ρ is used
+# name → which ratio, how it is bounded, how w is used as a weight
 _COMPOSITIONS: dict[str, tuple[Ratio, Bound, Correction]] = {
     "policy_gradient": ("engine", "cap", "none"),
     "dppo": ("engine", "cap", "none"),
     "ppo": ("engine", "clip", "none"),
     "cispo": ("engine", "detach", "none"),
     "gspo": ("sequence", "clip", "none"),
-    "decoupled_ppo": ("old", "clip", "truncate"),
-    "tis": ("old", "clip", "truncate"),
-    "mis": ("old", "clip", "band"),
-    "icepop": ("old", "clip", "band"),
+    "tis": ("own", "none", "truncate"),
+    "mis": ("own", "none", "band"),
+    "icepop": ("own", "none", "band"),
 }
 assert _COMPOSITIONS.keys() == DIALS.keys()
 
 _MOST_LOG = 30.0  # e^30 does not overflow in FP32, not even squared, and no meaningful ratio is as large
+_MOST_KL_LOG = math.log(20.0)  # the weight of a token in the KL: one token must not outweigh all others
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,6 @@ class PolicyTokens:
     engine_logprobs: Tensor  # log μ
     advantages: Tensor
     sequences: Tensor | None = None  # int64, ascending: which sequence of the micro-batch each token belongs to
-    old_logprobs: Tensor | None = None  # log π_old
     reference_logprobs: Tensor | None = None
     entropies: Tensor | None = None  # with gradient, if there is an entropy bonus
     sample_sizes: Tensor | None = None  # targets in the step of the token's trajectory; not set: those of its sequence
@@ -90,12 +94,11 @@ def policy_loss(tokens: PolicyTokens, config: RLConfig, divisor: float) -> Polic
     """`divisor`: see `step_divisor`."""
     ratio, bound, correction = _COMPOSITIONS[config.loss]
     log_weights_M = tokens.logprobs - tokens.engine_logprobs
-    if ratio == "old":
-        log_ratio_M = tokens.logprobs - _needed(tokens.old_logprobs, config.loss, "log-probs under π_old")
-    elif ratio == "sequence":
-        log_ratio_M = sequence_means(log_weights_M, _sequences(tokens, config.loss))
-    else:
-        log_ratio_M = log_weights_M
+    log_ratio_M = log_weights_M
+    if ratio != "engine":
+        log_ratio_M = tokens.logprobs - tokens.logprobs.detach()
+    if ratio == "sequence":
+        log_ratio_M = log_ratio_M + sequence_means(log_weights_M.detach(), _sequences(tokens, config.loss))
     gain_M, clipped_M = _BOUNDS[bound](log_ratio_M, tokens, config)
     kept_M = torch.ones_like(clipped_M)
     if config.mask_delta is not None:
@@ -124,8 +127,11 @@ def _clipped(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tup
     low, high = _clip_range(config)
     ratio_M = _exp(log_ratio_M)
     plain_M, bounded_M = ratio_M * tokens.advantages, ratio_M.detach().clamp(low, high) * tokens.advantages
-    clipped_M = bounded_M < plain_M.detach()
-    return torch.where(clipped_M, bounded_M, plain_M), clipped_M
+    assert config.dual_clip is not None
+    floor_M = torch.where(tokens.advantages < 0, config.dual_clip * tokens.advantages, -math.inf)
+    least_M = torch.maximum(torch.minimum(bounded_M, plain_M.detach()), floor_M)
+    clipped_M = least_M != plain_M.detach()
+    return torch.where(clipped_M, least_M, plain_M), clipped_M
 
 
 def _detached(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tuple[Tensor, Tensor]:
@@ -134,10 +140,16 @@ def _detached(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tu
     return ratio_M.clamp(low, high) * tokens.advantages * tokens.logprobs, (ratio_M < low) | (ratio_M > high)
 
 
+def _unbounded(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tuple[Tensor, Tensor]:
+    gain_M = log_ratio_M.exp() * tokens.advantages
+    return gain_M, torch.zeros_like(gain_M, dtype=torch.bool)
+
+
 _BOUNDS: dict[Bound, Callable[[Tensor, PolicyTokens, RLConfig], tuple[Tensor, Tensor]]] = {
     "cap": _capped,
     "clip": _clipped,
     "detach": _detached,
+    "none": _unbounded,
 }
 
 
@@ -158,16 +170,16 @@ def probability_mask(tokens: PolicyTokens, delta: float) -> Tensor:
 
 @torch.no_grad()
 def _correct(tokens: PolicyTokens, config: RLConfig, how: Correction) -> tuple[Tensor, Tensor, Tensor]:
-    """(weight, keep, truncated) from ρ, per token or as the product over the sequence."""
+    """(weight, keep, truncated) from w, per token or as the product over the sequence."""
     assert config.weight_cap is not None
-    log_rho_M = _needed(tokens.old_logprobs, config.loss, "log-probs under π_old") - tokens.engine_logprobs
+    log_weight_M = tokens.logprobs - tokens.engine_logprobs
     if config.weight_level == "sequence":
-        log_rho_M = sequence_sums(log_rho_M, _sequences(tokens, config.loss))
-    rho_M = _exp(log_rho_M)
+        log_weight_M = sequence_sums(log_weight_M, _sequences(tokens, config.loss))
+    weight_M = _exp(log_weight_M)
     if how == "truncate":
-        return rho_M.clamp(max=config.weight_cap), torch.ones_like(rho_M).bool(), rho_M > config.weight_cap
-    keep_M = (rho_M >= (config.weight_floor or 0.0)) & (rho_M <= config.weight_cap)
-    return rho_M, keep_M, torch.zeros_like(keep_M)
+        return weight_M.clamp(max=config.weight_cap), torch.ones_like(weight_M).bool(), weight_M > config.weight_cap
+    keep_M = (weight_M >= (config.weight_floor or 0.0)) & (weight_M <= config.weight_cap)
+    return weight_M, keep_M, torch.zeros_like(keep_M)
 
 
 @torch.no_grad()
@@ -206,13 +218,15 @@ def kl_loss(tokens: PolicyTokens, form: Literal["k2", "k3"]) -> Tensor:
     k2   sg(w) · d²/2                  k3   w · (e^−d − 1 + d)
 
     Both have the gradient w·d·∇log π. As a loss, k1 = d would have no gradient in expectation, so it goes into the
-    reward. k3 without the weight would have the gradient of the other direction, KL(reference ‖ π).
+    reward. k3 without the weight would have the gradient of the other direction, KL(reference ‖ π). w is at most 20.
     """
     reference_M = _needed(tokens.reference_logprobs, f"KL as {form}", "a reference: log-probs under a pinned version")
     distance_M = tokens.logprobs - reference_M
-    weight_M = _exp(tokens.logprobs - tokens.engine_logprobs)
+    log_weight_M = tokens.logprobs - tokens.engine_logprobs
+    weight_M = log_weight_M.clamp(max=_MOST_KL_LOG).exp()
     if form == "k2":
         return weight_M.detach() * distance_M.square() / 2
+    weight_M = weight_M + math.exp(_MOST_KL_LOG) * (log_weight_M - _MOST_KL_LOG).relu()
     return weight_M * (_exp(-distance_M) - 1 + distance_M)
 
 

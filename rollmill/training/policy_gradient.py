@@ -25,6 +25,8 @@ from rollmill.training.reference import Reference
 from rollmill.training.replay import RouterMeasures, replay_of
 from rollmill.training.step import moved
 
+_MOST_HINT = 5.0  # of |log teacher − log student|: a token that a teacher rules out must not outweigh the step
+
 
 class StepSequences(NamedTuple):
     """What a step trains on, packed."""
@@ -102,8 +104,6 @@ class PolicyGradient:
             advantages=moved(torch.from_numpy(shared.advantages(facts)), device)
             + self._config.hint_factor * shared.distance(facts, policy.logprobs_M.detach()),
             sequences=moved(_sequence_of(part), device),
-            # A step is one update, so this pass also computes π_old: r is 1, and its gradient is ∇log π.
-            old_logprobs=policy.logprobs_M.detach(),
             reference_logprobs=reference_M,
             entropies=policy.entropies_M,
             sample_sizes=moved(torch.from_numpy(shared.sizes_T[facts.trajectory]), device),
@@ -138,11 +138,12 @@ class _Shared:
         return facts.advantages + self.kl_advantages_T[facts.trajectory].astype(np.float32)
 
     def distance(self, facts: SampledFacts, logprobs_M: Tensor) -> Tensor | float:
-        """[M]: log teacher − log student at the tokens of hinted turns, 0 elsewhere."""
+        """[M]: log teacher − log student at the tokens of hinted turns, bounded; 0 elsewhere."""
         if self.teacher_H is None or facts.hint is None:
             return 0.0
         hint_M = moved(torch.from_numpy(facts.hint), logprobs_M.device)
-        return torch.where(hint_M >= 0, self.teacher_H[hint_M.clamp(min=0)] - logprobs_M, 0.0)
+        distance_M = (self.teacher_H[hint_M.clamp(min=0)] - logprobs_M).clamp(-_MOST_HINT, _MOST_HINT)
+        return torch.where(hint_M >= 0, distance_M, 0.0)
 
 
 @torch.no_grad()

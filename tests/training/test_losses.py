@@ -57,12 +57,17 @@ def test_settings_are_read_from_toml(tmp_path: Path):
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"loss": "ppo", "mask_delta": 0.1}, "'ppo' has no mask_delta; its own settings are clip_high, clip_low"),
+        (
+            {"loss": "ppo", "mask_delta": 0.1},
+            "'ppo' has no mask_delta; its own settings are clip_high, clip_low, dual_clip",
+        ),
         (
             {"clip_low": 0.1, "weight_floor": 0.5},
             "'dppo' has no clip_low, weight_floor; its own settings are mask_delta",
         ),
         ({"loss": "icepop", "weight_level": "sequence"}, "'icepop' has no weight_level"),
+        ({"loss": "mis", "clip_low": 0.1}, "a clip would do nothing"),
+        ({"loss": "decoupled_ppo"}, "is policy_gradient: use that"),
         ({"loss": "reinforce"}, "'policy_gradient', 'dppo'"),
         ({"loss": ["ppo"]}, "'policy_gradient', 'dppo'"),
         ({"kl_factor": 0.1}, "kl_factor needs a reference"),
@@ -141,12 +146,12 @@ def test_a_mean_is_over_the_step_for_any_micro_batches(tmp_path: Path, aggregati
     torch.testing.assert_close(gradient(parts), gradient(whole), rtol=1e-3, atol=1e-6)
 
 
-def test_with_one_update_per_step_decoupled_ppo_is_the_policy_gradient(tmp_path: Path):
+def test_with_one_update_per_step_tis_is_the_policy_gradient(tmp_path: Path):
     world = World(tmp_path)
     plain, _ = backward(world, RLConfig(loss="policy_gradient"), segments(4))
-    decoupled, _ = backward(world, RLConfig(loss="decoupled_ppo"), segments(4))
+    truncated, _ = backward(world, RLConfig(loss="tis", weight_cap=20.0), segments(4))
     masked, figures = backward(world, RLConfig(loss="icepop"), segments(4))
-    torch.testing.assert_close(gradient(decoupled), gradient(plain), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(gradient(truncated), gradient(plain), rtol=1e-4, atol=1e-7)
     assert figures["mask_fraction"] > 0 and not torch.allclose(gradient(masked), gradient(plain), rtol=1e-2)
 
 
