@@ -18,16 +18,20 @@ class Choices:
         self._sampler, self._tasks, self._ledger, self._pace, self._seed = sampler, tasks, ledger, pace, seed
         self._results: dict[str, TaskResults] = {}
         self._read = 0  # the newest step whose results are in
-        self._latest: tuple[tuple[int, int], Task] | None = None
 
-    def choose(self, index: int, committed: int) -> Task:
-        """The task of group `index`, if it starts while `committed` is the newest committed step. Neither decreases."""
-        if self._latest is not None and self._latest[0] == (index, committed):
-            return self._latest[1]
+    def read(self, committed: int) -> None:
+        """Take in the results of the steps up to `committed`."""
+        if committed <= self._read:
+            return  # most groups start while no step was committed
         for result in self._ledger.results(self._read, committed):
             known = self._results.setdefault(result.task_id, TaskResults())
             known.add(reward=result.reward, solved=result.solved, turns=result.turns, tokens=result.tokens)
-        self._read = max(self._read, committed)
+        self._read = committed
+
+    def choose(self, index: int, committed: int) -> Task:
+        """The task of group `index`, if it starts while `committed` is the newest committed step. The run is locked
+        meanwhile, so nothing is read here."""
+        assert self._read >= committed, "`read` comes first"
         progress = committed / self._pace.steps if self._pace.steps else 0.0
         try:
             task = self._sampler.choose(self._tasks, Draw(index, self._seed, progress, self._results))
@@ -39,5 +43,4 @@ class Choices:
             ) from error
         if not isinstance(task, Task):
             raise TaskError(f"the sampler {self._sampler.name!r} returned {type(task).__name__}, not a Task")
-        self._latest = (index, committed), task
         return task

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -48,7 +49,7 @@ from rollmill.rollouts.rollout import (
     seal_again,
 )
 from rollmill.trajectories.claims import RENEW_S, Claims
-from rollmill.trajectories.ledger import GroupRow, Ledger
+from rollmill.trajectories.ledger import GroupRow, Ledger, NewGroup
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.rows import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
@@ -89,12 +90,12 @@ class Dispatcher:
         clock = asyncio.create_task(self._mark_busy())
         try:
             async with asyncio.TaskGroup() as groups:
-                index = await self._recover(groups)
+                await self._recover(groups)
                 claims, sharing = self._claims, []
                 if claims is not None:
                     sharing = [groups.create_task(work) for work in (_keep(claims), self._share(claims, groups))]
-                while (started := await self._start_group(index, groups)) is not None:
-                    index = started + 1
+                while await self._start_group(groups):
+                    pass
                 for each in sharing:
                     each.cancel()
         finally:
@@ -113,48 +114,49 @@ class Dispatcher:
                 await asyncio.sleep(RENEW_S)  # by then their holder knows, if it is alive after all
                 await self._resume(taken, groups)
 
-    async def _start_group(self, index: int, groups: asyncio.TaskGroup) -> int | None:
-        """Wait until there is room, then start group `index`, or a later one if others have started that. Returns its
-        index; None once the last step is committed."""
+    async def _start_group(self, groups: asyncio.TaskGroup) -> bool:
+        """Wait until there is room, then start the next group. False once the last step is committed."""
         while True:
-            if self._claims is not None and self._playing.full:  # it would wait here: let another one play it
-                await asyncio.sleep(POLL_S)
-                continue
-            group_id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
-            ids = [f"{group_id}-{member}" for member in range(self._pace.group_size)]
-            committed, room = await asyncio.to_thread(self._look, index)
-            if self._pace.is_last(committed):
-                return None
-            if room:
-                task = await asyncio.to_thread(self._choices.choose, index, committed)
-                # the open groups are counted in the transaction that starts this one
-                version = await asyncio.to_thread(
-                    self._ledger.start_group,
-                    group_id,
-                    task.id,
-                    len(ids),
-                    pace=self._pace,
-                    ids=ids,
-                    provenance=_provenance(task),
-                    committed=committed,
-                    holder=self._claims.name if self._claims else None,
-                )
-                if version is not None:
-                    expect(self._context.machines, task.image, len(ids))  # the next group will need as many
-                    groups.create_task(self._run_group(group_id, task, ids, version))
-                    return index
-            if self._claims is not None:
-                index = max(index, await asyncio.to_thread(self._ledger.groups_started))
+            if self._claims is None or not self._playing.full:  # it would wait here: let another one play it
+                committed, room = await asyncio.to_thread(self._look)
+                if self._pace.is_last(committed):
+                    return False
+                if room and await self._start_next(committed, groups):
+                    return True
             await asyncio.sleep(POLL_S)
 
-    def _look(self, index: int) -> tuple[int, bool]:
-        """The committed version, and whether there is room for group `index`. It is called often, so it only reads:
+    def _look(self) -> tuple[int, bool]:
+        """The committed version, and whether there is room for another group. It is called often, so it only reads:
         `start_group` counts again when it writes."""
         committed = self._ledger.committed()
-        startable = index < self._pace.most_started(committed)
+        startable = self._ledger.groups_started() < self._pace.most_started(committed)
         return committed, startable and self._ledger.open_groups() < self._pace.most_open(committed)
 
-    async def _run_group(self, group_id: str, task: Task, ids: list[str], min_version: int) -> None:
+    async def _start_next(self, committed: int, groups: asyncio.TaskGroup) -> bool:
+        """Start the next group, if there is room and `committed` is still the newest committed step."""
+        chosen: dict[str, Task] = {}
+
+        def name(index: int) -> NewGroup:
+            task = self._choices.choose(index, committed)
+            id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
+            chosen[id] = task
+            ids = [f"{id}-{member}" for member in range(self._pace.group_size)]
+            return NewGroup(id, task.id, ids, _provenance(task))
+
+        holder = self._claims.name if self._claims else None
+        await asyncio.to_thread(self._choices.read, committed)
+        started = await asyncio.to_thread(
+            self._ledger.start_group, name, pace=self._pace, committed=committed, holder=holder
+        )
+        if started is None:
+            return False
+        group, version = started
+        task = chosen[group.id]
+        expect(self._context.machines, task.image, len(group.ids))  # the next group will need as many
+        groups.create_task(self._run_group(group.id, task, group.ids, version))
+        return True
+
+    async def _run_group(self, group_id: str, task: Task, ids: Sequence[str], min_version: int) -> None:
         async with asyncio.TaskGroup() as rollouts:
             for trajectory in ids:
                 rollouts.create_task(self._run_one(group_id, task, trajectory, min_version))
@@ -215,14 +217,13 @@ class Dispatcher:
                 hint="`rollmill doctor` checks what machines need; `rollmill trajectories list` shows the reasons",
             )
 
-    async def _recover(self, groups: asyncio.TaskGroup) -> int:
-        """Resume the groups that an earlier dispatcher left running. Returns how many groups the run has started."""
+    async def _recover(self, groups: asyncio.TaskGroup) -> None:
+        """Resume the groups that an earlier dispatcher left running."""
         claims, mine = self._claims, None
         if claims is not None:
             await asyncio.to_thread(claims.hold)
             mine = set(await asyncio.to_thread(claims.take_over, own=True))
         await self._resume(mine, groups)
-        return await asyncio.to_thread(self._ledger.groups_started)
 
     async def _resume(self, named: set[str] | None, groups: asyncio.TaskGroup) -> None:
         """Resume running groups: those named, or all."""

@@ -13,6 +13,7 @@ before it writes. On PostgreSQL a writer locks the row it decides about (the run
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import TypeDecorator
 
 from rollmill.backoff import Backoff
 from rollmill.errors import StorageError
@@ -131,6 +133,35 @@ def _sqlite_now(element: Any, compiler: Any, **_: Any) -> str:
 @compiles(now, "postgresql")
 def _postgresql_now(element: Any, compiler: Any, **_: Any) -> str:
     return "CAST(extract(epoch from clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+class _JsonList(TypeDecorator[Any]):
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str:
+        return json.dumps(list(value))
+
+
+class _elements(FunctionElement[str]):
+    inherit_cache = True
+
+
+@compiles(_elements)
+def _sqlite_elements(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"json_each({compiler.process(element.clauses, **kw)})"
+
+
+@compiles(_elements, "postgresql")
+def _postgresql_elements(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"jsonb_array_elements_text(CAST({compiler.process(element.clauses, **kw)} AS JSONB))"
+
+
+def among(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
+    """Whether `column` is one of the values of the list parameter `name`. The list is one parameter: a plain `IN` has
+    one per value, and PostgreSQL takes at most 65,535."""
+    values = _elements(sa.bindparam(name, type_=_JsonList())).table_valued("value")
+    return column.in_(sa.select(sa.cast(values.c.value, column.type)))
 
 
 def name_of(engine: sa.Engine) -> str:

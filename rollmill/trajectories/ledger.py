@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -22,7 +22,7 @@ from sqlalchemy import bindparam
 from sqlalchemy.exc import IntegrityError
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
-from rollmill.storage.database import reading, writing
+from rollmill.storage.database import among, reading, writing
 from rollmill.trajectories import steps
 from rollmill.trajectories.admission import Experience, Room, Verdict
 from rollmill.trajectories.changes import add_reward, fail_unless_sealed, reward_row, trajectory_rows
@@ -58,16 +58,24 @@ class GroupRow:
     origin: str | None  # the run that it was admitted from; None: the run's dispatcher started it
 
 
+@dataclass(frozen=True)
+class NewGroup:
+    id: str
+    task_id: str
+    ids: Sequence[str]  # of its trajectories
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
 _GROUP_COLUMNS = tuple(groups.c[name] for name in GroupRow.__annotations__)
 _OPEN = [state.value for state in GroupState if state is not GroupState.final]
 _UNSETTLED = (TrajectoryState.running, TrajectoryState.finished)
 # a parameter must not have the name of a column: SQLAlchemy would set that column to it
 _of_run: sa.BindParameter[str] = bindparam("of_run")
-_named: sa.BindParameter[str] = bindparam("named", expanding=True)
 
 _LOCK = sa.select(runs.c.id).where(runs.c.id == _of_run).with_for_update()
 _COUNT_OPEN = sa.select(sa.func.count()).where(groups.c.run == _of_run, groups.c.state.in_(_OPEN))
-_COUNT_STARTED = sa.select(sa.func.count()).where(groups.c.run == _of_run, groups.c.origin.is_(None))
+_STARTED = sa.select(runs.c.started).where(runs.c.id == _of_run)
+_ANOTHER = runs.update().where(runs.c.id == _of_run).values(started=runs.c.started + 1)
 _COUNTS = sa.select(ledger.c.state, sa.func.count()).where(ledger.c.run == _of_run).group_by(ledger.c.state)
 _REASONS = (
     sa.select(ledger.c.state, ledger.c.reason, sa.func.count().label("number"))
@@ -75,7 +83,7 @@ _REASONS = (
     .group_by(ledger.c.state, ledger.c.reason)
 )
 _ENTRIES = sa.select(ledger.c.trajectory, ledger.c.state).where(
-    ledger.c.run == _of_run, ledger.c.trajectory.in_(_named)
+    ledger.c.run == _of_run, among(ledger.c.trajectory, "named")
 )
 _MEMBERS = (
     sa.select(*COLUMNS)
@@ -83,15 +91,14 @@ _MEMBERS = (
     .where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
     .order_by(trajectories.c.created_at, trajectories.c.id)
 )
-_STATES = sa.select(trajectories.c.id, trajectories.c.state).where(trajectories.c.id.in_(_named)).with_for_update()
+_STATES = sa.select(trajectories.c.id, trajectories.c.state).where(among(trajectories.c.id, "named")).with_for_update()
 _HAS_PAYLOAD = (
     trajectories.update()
-    .where(trajectories.c.id.in_(_named), trajectories.c.payload_key.is_(None))
+    .where(among(trajectories.c.id, "named"), trajectories.c.payload_key.is_(None))
     .values(payload_key=bindparam("key"))
 )
 _ENTERED = sa.select(ledger.c.trajectory).where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
 _GROUPS = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run).order_by(groups.c.created_at, groups.c.id)
-_HOLDER = sa.select(groups.c.holder).where(groups.c.run == _of_run, groups.c.id.in_(_named))
 _UNTAKEN = sa.select(*_GROUP_COLUMNS).where(
     groups.c.run == _of_run, groups.c.state.in_([GroupState.running.value, GroupState.waiting.value])
 )
@@ -104,11 +111,12 @@ def _move_groups(where: sa.ColumnElement[bool], source: GroupState, target: Grou
     )
 
 
-_READY = _move_groups(groups.c.id.in_(_named), GroupState.running, GroupState.waiting).values(ready_at=bindparam("now"))
-_LEASE = _move_groups(groups.c.id.in_(_named), GroupState.waiting, GroupState.leased).values(step=bindparam("decided"))
+_NAMED = among(groups.c.id, "named")
+_READY = _move_groups(_NAMED, GroupState.running, GroupState.waiting).values(ready_at=bindparam("now"))
+_LEASE = _move_groups(_NAMED, GroupState.waiting, GroupState.leased).values(step=bindparam("decided"))
 _FINAL = _move_groups(groups.c.step == bindparam("decided"), GroupState.leased, GroupState.final)
 _CLOSE_RUNNING, _CLOSE_WAITING = (
-    _move_groups(groups.c.id.in_(_named), source, GroupState.final).values(step=bindparam("decided", type_=sa.Integer))
+    _move_groups(_NAMED, source, GroupState.final).values(step=bindparam("decided", type_=sa.Integer))
     for source in (GroupState.running, GroupState.waiting)
 )
 
@@ -130,59 +138,50 @@ class Ledger:
 
     def start_group(
         self,
-        group_id: str,
-        task_id: str,
-        size: int,
+        name: Callable[[int], NewGroup],
         *,
         pace: Pace,
-        ids: Sequence[str],
-        provenance: Mapping[str, Any] | None = None,
         traffic: TrafficClass = "rollout",
         committed: int | None = None,
         holder: str | None = None,
-    ) -> int | None:
-        """Admit a group and its trajectories. Returns the version committed at that moment: no older version may sample
-        for the group. Returns None, and changes nothing, while as many groups are open as `pace` allows, and if
-        `committed` is given and is not that version: the task was chosen by the results up to another one.
+    ) -> tuple[NewGroup, int] | None:
+        """Admit the next group and its trajectories: `name(index)` of the number of groups started before. Returns it
+        with the version committed at that moment: no older version may sample for the group. Returns None, and changes
+        nothing, while as many groups are open or started as `pace` allows, and if `committed` is given and is not that
+        version: the task was chosen by the results up to another one.
 
-        A repeated call for an admitted group returns its version again, whatever the bound: the first reply may have
-        been lost. `holder` is the dispatcher that plays the group, see claims.py. If another one has started it, the
-        call returns None.
+        Index and version are read in the transaction that holds the run's lock, so dispatchers never want the same
+        index. `name` runs meanwhile: it must be quick. `holder` is the dispatcher that plays the group, see claims.py.
         """
-        if size != len(set(ids)):
-            raise TrajectoryError(f"group {group_id} of size {size} was given {len(set(ids))} different ids")
-        group = {
-            "run": self.run,
-            "id": group_id,
-            "task_id": task_id,
-            "size": size,
-            "state": GroupState.running.value,
-            "created_at": time.time(),
-            "holder": holder,
-        }
-        members = trajectory_rows(self.run, group_id, task_id, ids, provenance or {}, traffic)
 
-        def work(connection: sa.Connection) -> int | None:
+        def work(connection: sa.Connection) -> tuple[NewGroup, int] | None:
             # the run's row is locked, so no step is committed between this and the end of the transaction
             version = steps.committed(connection, self.run)
-            full = connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= pace.most_open(version)
+            started = connection.execute(_STARTED, {"of_run": self.run}).scalar_one()
+            open_ = connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one()
+            full = open_ >= pace.most_open(version) or started >= pace.most_started(version)
             if full or committed not in (None, version):
-                return self._version_of(connection, group_id, ids, holder)
-            connection.execute(groups.insert(), {**group, "min_version": version})
-            connection.execute(trajectories.insert(), members)
-            connection.execute(ledger.insert(), self._admitted(group_id, ids))
-            return version
+                return None
+            group = name(started)
+            self._insert(connection, group, version, traffic, holder)
+            connection.execute(_ANOTHER, {"of_run": self.run})
+            return group, version
 
+        return self._write(work)
+
+    def _insert(
+        self, connection: sa.Connection, group: NewGroup, version: int, traffic: TrafficClass, holder: str | None
+    ) -> None:
+        members = trajectory_rows(self.run, group.id, group.task_id, group.ids, group.provenance, traffic)
+        row = {"run": self.run, "id": group.id, "task_id": group.task_id, "size": len(members), "holder": holder}
+        state = {"state": GroupState.running.value, "created_at": time.time(), "min_version": version}
         try:
-            return self._write(work)
+            connection.execute(groups.insert(), {**row, **state})
+            connection.execute(trajectories.insert(), members)
+            connection.execute(ledger.insert(), self._admitted(group.id, group.ids))
         except IntegrityError:
-            with reading(self._engine) as connection:
-                version = self._version_of(connection, group_id, ids, holder)
-                holds = connection.execute(_HOLDER, {"of_run": self.run, "named": [group_id]}).scalar()
-            if version is not None or (holds is not None and holds != holder):
-                return version
             raise TrajectoryError(
-                f"group {group_id} or one of its trajectories already exists", hint="use new ids for a new group"
+                f"group {group.id} or one of its trajectories already exists", hint="use new ids for a new group"
             ) from None
 
     def group_ready(self, group_id: str) -> None:
@@ -403,7 +402,7 @@ class Ledger:
     def groups_started(self) -> int:
         """The number of groups that the dispatcher has ever started, including final ones."""
         with reading(self._engine) as connection:
-            return connection.execute(_COUNT_STARTED, {"of_run": self.run}).scalar_one()
+            return connection.execute(_STARTED, {"of_run": self.run}).scalar_one()
 
     def groups(self, state: GroupState | str | None = None) -> list[GroupRow]:
         """Oldest first."""
@@ -431,17 +430,6 @@ class Ledger:
             return work(connection)
 
         return writing(self._engine, locked)
-
-    def _version_of(
-        self, connection: sa.Connection, group_id: str, ids: Sequence[str], holder: str | None
-    ) -> int | None:
-        """The version of a group that was admitted with these trajectories for this holder; None if it was not."""
-        entered = connection.execute(_ENTERED, {"of_run": self.run, "group": group_id}).scalars()
-        if not set(ids) <= set(entered):
-            return None
-        query = _GROUPS.where(groups.c.id == group_id, groups.c.holder.is_not_distinct_from(holder))
-        found = connection.execute(query, {"of_run": self.run}).first()
-        return found.min_version if found is not None else None
 
     def _admitted(self, group_id: str, ids: Sequence[str]) -> list[dict[str, Any]]:
         entry = {"run": self.run, "group_id": group_id, "state": LedgerState.admitted.value}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import bindparam
 
 from rollmill.errors import TrajectoryError
+from rollmill.storage.database import among
 from rollmill.trajectories.storable import from_json, is_key
 from rollmill.trajectories.tables import trajectories
 from rollmill.types import LedgerState, TrafficClass, TrajectoryState
@@ -71,7 +71,7 @@ class LedgerEntry:
 
 
 COLUMNS = tuple(trajectories.c[name] for name in TrajectoryRow.__annotations__)
-_GET = sa.select(*COLUMNS).where(trajectories.c.id.in_(bindparam("ids", expanding=True)))
+_GET = sa.select(*COLUMNS).where(among(trajectories.c.id, "ids"))
 
 
 def rows_of(connection: sa.Connection, ids: Sequence[str]) -> list[TrajectoryRow]:

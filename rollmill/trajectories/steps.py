@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
+from rollmill.storage.database import among
 from rollmill.trajectories.rows import COLUMNS, TrajectoryRow, to_row
 from rollmill.trajectories.storable import from_json, to_json, to_number, to_text
 from rollmill.trajectories.tables import commits, ledger, rewards, step_trajectories, steps, trajectories
@@ -40,7 +41,7 @@ _UNDECIDED = (
     .join_from(ledger, trajectories, ledger.c.trajectory == trajectories.c.id)
     .where(
         ledger.c.run == _of_run,
-        ledger.c.group_id.in_(bindparam("named", expanding=True)),
+        among(ledger.c.group_id, "named"),
         ledger.c.state == LedgerState.admitted.value,
     )
     .order_by(ledger.c.group_id, trajectories.c.created_at, trajectories.c.id)
@@ -61,9 +62,7 @@ _TRAINED = (
     .where(ledger.c.run == _of_run, ledger.c.state == LedgerState.leased.value, ledger.c.step == _decided)
     .values(state=LedgerState.trained.value)
 )
-_PINNED = sa.select(rewards.c.id, rewards.c.trajectory, rewards.c.grading).where(
-    rewards.c.id.in_(bindparam("ids", expanding=True))
-)
+_PINNED = sa.select(rewards.c.id, rewards.c.trajectory, rewards.c.grading).where(among(rewards.c.id, "ids"))
 _NEWEST = sa.select(sa.func.coalesce(sa.func.max(steps.c.number), 0)).where(steps.c.run == _of_run)
 _COMMITTED = sa.select(sa.func.coalesce(sa.func.max(commits.c.step), 0)).where(commits.c.run == _of_run)
 _COMMITS = sa.select(commits).where(commits.c.run == _of_run).order_by(commits.c.created_at, commits.c.step)

@@ -12,7 +12,7 @@ from sqlalchemy import bindparam
 from sqlalchemy.exc import IntegrityError
 
 from rollmill.errors import TrajectoryError
-from rollmill.storage.database import erase_deleted, reading, writing
+from rollmill.storage.database import among, erase_deleted, reading, writing
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.changes import (
     add_reward,
@@ -38,11 +38,7 @@ _INTERRUPTED = (
     .values(state=TrajectoryState.failed.value, reason="interrupted")
 )
 _ADD_FEEDBACK = feedback.insert().returning(feedback.c.id)
-_REWARDS = (
-    sa.select(rewards)
-    .where(rewards.c.trajectory.in_(bindparam("ids", expanding=True)))
-    .order_by(rewards.c.trajectory, rewards.c.id)
-)
+_REWARDS = sa.select(rewards).where(among(rewards.c.trajectory, "ids")).order_by(rewards.c.trajectory, rewards.c.id)
 _LEASE = sa.select(ledger.c.run, ledger.c.step).where(
     ledger.c.trajectory == bindparam("key"), ledger.c.state == LedgerState.leased.value
 )

@@ -103,6 +103,7 @@ runs = Table(
     metadata,
     Column("id", Text, primary_key=True),
     Column("created_at", _Time, nullable=False),
+    Column("started", Integer, nullable=False, server_default="0"),  # groups that the run's dispatchers started
 )
 groups = Table(
     "groups",
@@ -119,6 +120,7 @@ groups = Table(
     Column("origin", Text),  # the run that it was admitted from; NULL: the run's dispatcher started it
     Column("holder", Text),  # the dispatcher that plays it
     Index("groups_by_state", "run", "state", "ready_at", "id"),
+    Index("groups_by_step", "run", "step"),
 )
 ledger = Table(
     "ledger",
@@ -132,6 +134,8 @@ ledger = Table(
     ForeignKeyConstraint(["run", "group_id"], ["groups.run", "groups.id"]),
     Index("ledger_by_group", "run", "group_id"),
     Index("ledger_by_state", "run", "state", "step"),
+    Index("ledger_by_step", "run", "step"),
+    Index("ledger_by_trajectory", "trajectory"),
 )
 steps = Table(
     "steps",

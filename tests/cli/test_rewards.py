@@ -25,6 +25,7 @@ from rollmill.types import Reward
 from tests.cli.conftest import Told
 from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401
 from tests.trajectories import build
+from tests.trajectories.build import start_group
 
 TASK = {
     "id": "add",
@@ -60,7 +61,7 @@ def run(tmp_path: Path) -> RunDirectory:
     store, ledger = TrajectoryStore(engine, objects), Ledger(engine, run.id)
     for group in ("g0", "g1", "g2"):
         ids = [f"{group}-{name}" for name in ANSWERS]
-        ledger.start_group(group, "add", 2, pace=Pace(9, 2, 0), ids=ids, provenance={"split": "train"})
+        start_group(ledger, group, "add", 2, pace=Pace(9, 2, 0), ids=ids, provenance={"split": "train"})
         for id, answer in zip(ids, ANSWERS.values(), strict=True) if group != "g2" else ():
             trajectory = build.trajectory(id, segments=[build.segment()], messages=MESSAGES)
             objects.create(f"trajectories/{id}", encode_trajectory(trajectory))

@@ -29,6 +29,7 @@ from rollmill.types import LedgerState, PolicyRef, Reward, Version
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 from tests.trajectories import build
+from tests.trajectories.build import start_group
 
 SMALL = ("stages.rl.groups_per_step=2", "stages.rl.max_staleness=1")
 
@@ -225,7 +226,7 @@ def test_it_waits_for_room(first: Mill) -> None:
     first.add_group("g", ["rl@3"] * 2, run="other")
     pace = first.run.config.stage("rl").pace(32)  # type: ignore[attr-defined]
     for name in "abcd":
-        assert first.ledger.start_group(name, "task", 1, pace=pace, ids=[name]) is not None
+        assert start_group(first.ledger, name, "task", 1, pace=pace, ids=[name]) is not None
     rows = [first.store.get("g-0")]
     assert admit_trajectories(first.run, "rl", rows)[0].decision == "no_room"
     with ThreadPoolExecutor(1) as pool:

@@ -27,6 +27,7 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
+from tests.trajectories.build import start_group
 
 CONFIG = BalanceConfig(least=1, most=8)
 
@@ -146,7 +147,7 @@ def test_a_run_does_what_was_decided_if_it_may_and_keeps_the_reason(
     engines = [engine, {**engine, "region": "away"}, {**engine, "alive": False}, {**engine, "lent": "main"}]
     with health(run.ports["gateway"], {"engines": engines}), Balance(run, stage) as balance:
         assert balance.look() is None  # no group yet
-        ledger.start_group("g", "task", 1, pace=Pace(4, 1, 0), ids=["g-0"])
+        start_group(ledger, "g", "task", 1, pace=Pace(4, 1, 0), ids=["g-0"])
         assert balance.look() == Sample(False, [full])
         while mode != "off" and not read_decisions(run):
             time.sleep(0.01)
@@ -208,7 +209,7 @@ def test_a_cluster_without_room_and_engines_that_never_come(
     Objects.open(run.home_store).put(key_of("gateway"), json.dumps({"url": run.url("gateway")}).encode())
     stage = run.config.stages[-1]
     ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
-    ledger.start_group("g", "task", 1, pace=Pace(4, 1, 0), ids=["g-0"])
+    start_group(ledger, "g", "task", 1, pace=Pace(4, 1, 0), ids=["g-0"])
     engine = {"region": "home", "alive": True, "queued": run.config.engine.max_batch}
     with health(run.ports["gateway"], {"engines": [engine] * 2}), Balance(run, stage):
         while len(read_decisions(run)) < len(said):

@@ -23,6 +23,7 @@ from rollmill.types import Version
 from tests.cluster.served import published_run
 from tests.e2e.test_kill import stores
 from tests.trajectories import build
+from tests.trajectories.build import start_group
 from tests.trajectories.test_ledger import record, settle
 
 STATES = ("distilling", "training", "gating", "canary", "promoting", "promoted")
@@ -107,7 +108,7 @@ def test_a_step_whose_trainer_was_killed_before_it_told_is_in_the_report(tmp_pat
     _, ledger, trajectories = stores(run)
     for number in (1, 2):
         group = f"group-{number}"
-        ledger.start_group(group, "task", 2, pace=Pace(2, 2, 1, 20), ids=[f"{group}-0", f"{group}-1"])
+        start_group(ledger, group, "task", 2, pace=Pace(2, 2, 1, 20), ids=[f"{group}-0", f"{group}-1"])
         settle(trajectories, ledger, group)
         ledger.write_step(record(ledger, number, group))
         ledger.commit_step(number, Version("rl", number), f"digest {number}")

@@ -17,6 +17,7 @@ from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from tests.cluster.conftest import make_config
+from tests.trajectories.build import start_group
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_runs_of_one_name_have_different_ids(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path / 'shared.db'}")
     ledgers = [Ledger(database, run.id) for run in runs]
     ids = ["one-trajectory"]
-    assert ledgers[0].start_group("group", "task", 1, pace=Pace(1, 1, 0), ids=ids, provenance={}) == 0
+    assert start_group(ledgers[0], "group", "task", 1, pace=Pace(1, 1, 0), ids=ids, provenance={}) == 0
     assert [ledger.groups_started() for ledger in ledgers] == [1, 0]
 
 

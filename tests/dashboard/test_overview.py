@@ -38,6 +38,7 @@ from rollmill.trajectories.tables import keys as key_table
 from rollmill.types import Version
 from tests.dashboard.conftest import Open
 from tests.evals.test_report import HOSTILE, Page
+from tests.trajectories.build import start_group
 from tests.trajectories.test_ledger import record, settle, start
 from tests.weights.build import publish_line
 
@@ -111,7 +112,7 @@ def test_queues_are_counted_in_the_ledger(run: RunDirectory) -> None:
     ledger = Ledger(open_database(run.database_url), key)
     for number in range(3):
         ids = [f"{number}-{member}" for member in range(2)]
-        ledger.start_group(f"g{number}", "task", 2, pace=pace, ids=ids)
+        start_group(ledger, f"g{number}", "task", 2, pace=pace, ids=ids)
     found = read_queue(Source.of_run(run.path).database, key, pace)
     assert found.groups == {"running": 3} and found.most_open == 4 and found.ledger == {"admitted": 6}
     assert found.due == 0 and found.committed == 0  # they may wait until step 2

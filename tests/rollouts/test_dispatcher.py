@@ -40,6 +40,7 @@ from tests.rollouts.world import (
     make_task,
     open_world,
 )
+from tests.trajectories.build import start_group
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 3
@@ -234,6 +235,7 @@ async def test_the_choices_of_a_sampler_are_the_same_after_restarts(world: World
     tasks = ListedTasks([make_task(number) for number in range(6)])
     for index, group in enumerate(world.ledger.groups()):
         choices = Choices(Frontier(FrontierConfig()), tasks, world.ledger, Pace(1, SIZE, 0, steps=6), seed=0)
+        choices.read(group.min_version)
         assert choices.choose(index, group.min_version).id == group.task_id
     results = world.ledger.results(0, 6)
     assert [result.solved for result in results] == [int(result.task_id[-1]) % 2 == 0 for result in results]
@@ -242,8 +244,8 @@ async def test_the_choices_of_a_sampler_are_the_same_after_restarts(world: World
 
 async def test_a_group_starts_only_with_the_results_its_task_was_chosen_by(world: World) -> None:
     pace = Pace(9, 1, 0)
-    assert world.ledger.start_group("a", "task", 1, pace=pace, ids=["a-0"], committed=1) is None
-    assert world.ledger.start_group("a", "task", 1, pace=pace, ids=["a-0"], committed=0) == 0
+    assert start_group(world.ledger, "a", "task", 1, pace=pace, ids=["a-0"], committed=1) is None
+    assert start_group(world.ledger, "a", "task", 1, pace=pace, ids=["a-0"], committed=0) == 0
 
 
 @pytest.mark.parametrize(("chosen", "said"), [(None, "returned NoneType"), (KeyError("x"), "KeyError: 'x'")])

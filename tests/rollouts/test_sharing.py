@@ -18,6 +18,7 @@ from rollmill.trajectories.pace import Pace
 from rollmill.types import Reward
 from tests.rollouts.test_dispatcher import make_dispatcher, train_one_step
 from tests.rollouts.world import ADMIN, RUN, World
+from tests.trajectories.build import start_group
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -65,7 +66,7 @@ async def test_a_group_that_another_dispatcher_has_brought_to_its_end_ends_nobod
     claims = Claims(database, RUN, "dispatcher")
     claims.hold()
     pace = Pace(1, 1, 0, steps=5)
-    assert ledger.start_group("g-000000", "train/0", 1, pace=pace, ids=["g-000000-0"], holder="dispatcher") == 0
+    assert start_group(ledger, "g-000000", "train/0", 1, pace=pace, ids=["g-000000-0"], holder="dispatcher") == 0
     playing = make_dispatcher(world, pace=pace, claims=claims)
     with pytest.raises(TrajectoryError, match="g-000000-0 is running"):
         await playing._group_ready("g-000000")

@@ -25,6 +25,7 @@ from rollmill.trajectories.schema import encode_trajectory
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajectory, Version
 from rollmill.weights.reading.store import WeightStore
+from tests.trajectories.build import start_group
 
 MODEL = ModelConfig(
     vocab_size=24,
@@ -129,7 +130,7 @@ class World:
 
     def start_group(self, name: str, size: int) -> list[str]:
         ids = [f"{name}-{index}" for index in range(size)]
-        assert self.ledger.start_group(name, "task", size, pace=Pace(10_000, 1, 0), ids=ids) is not None
+        assert start_group(self.ledger, name, "task", size, pace=Pace(10_000, 1, 0), ids=ids) is not None
         return ids
 
     def finish_group(self, name: str, segments: list[Segment], rewards: list[float | None]) -> list[str]:

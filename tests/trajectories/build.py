@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from rollmill.trajectories.kept import join_kept
+from rollmill.trajectories.ledger import Ledger, NewGroup
+from rollmill.trajectories.pace import Pace
 from rollmill.types import Cause, PolicyRef, Sampling, Segment, Span, Trajectory
 
 POLICIES = [PolicyRef("rl", 3, "bf16", "a" * 64), PolicyRef("rl", 4, "bf16", "b" * 64)]
@@ -70,3 +75,22 @@ def trajectory(id: str = "t0", **fields: object) -> Trajectory:
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+def start_group(
+    ledger: Ledger,
+    id: str,
+    task_id: str,
+    size: int,
+    *,
+    pace: Pace,
+    ids: Sequence[str],
+    provenance: Mapping[str, Any] | None = None,
+    committed: int | None = None,
+    holder: str | None = None,
+) -> int | None:
+    """Admit a group of this name. Returns the version committed at that moment, None if there is no room."""
+    assert len(ids) == size
+    group = NewGroup(id, task_id, ids, provenance or {})
+    started = ledger.start_group(lambda index: group, pace=pace, committed=committed, holder=holder)
+    return None if started is None else started[1]

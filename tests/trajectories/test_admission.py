@@ -22,6 +22,7 @@ from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import GroupState, LedgerState, PolicyRef, Reward, Version
 from tests.trajectories import build
+from tests.trajectories.build import start_group
 from tests.trajectories.test_ledger import record, settle
 
 PACE = Pace(groups_per_step=2, group_size=2, max_staleness=1, steps=20)
@@ -43,7 +44,7 @@ def stored(store: TrajectoryStore, objects: Objects, group: str, oldest: int = 0
 
 def start(ledger: Ledger, group: str) -> bool:
     ids = [f"{group}-{n}" for n in range(2)]
-    return ledger.start_group(group, "task", 2, pace=PACE, ids=ids) is not None
+    return start_group(ledger, group, "task", 2, pace=PACE, ids=ids) is not None
 
 
 def decisions(ledger: Ledger, *groups: Experience, dry_run: bool = False) -> list[str]:

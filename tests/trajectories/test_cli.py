@@ -30,6 +30,7 @@ from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling, Span
 from tests.trajectories import build
+from tests.trajectories.build import start_group
 
 CALL = {"name": "edit", "arguments": '{"path": "clamp.py", "new": "if x:\\n    return hi"}'}
 MESSAGES = [
@@ -50,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     store = TrajectoryStore(engine, objects)
     ids = [f"demo-1-{number}" for number in range(4)]
     provenance = {"split": "train", "family": "bug", "image": "python"}
-    Ledger(engine, "demo").start_group("demo-1", "bug/7", 4, pace=Pace(1, 1, 0), ids=ids, provenance=provenance)
+    start_group(Ledger(engine, "demo"), "demo-1", "bug/7", 4, pace=Pace(1, 1, 0), ids=ids, provenance=provenance)
     solved = build.trajectory(ids[0], segments=[build.segment()], messages=MESSAGES)
     solved.provenance["image"] = "python@sha256:0a1b"  # the index has the name alone: it is written before the machine
     objects.create("trajectories/0", encode_trajectory(solved))

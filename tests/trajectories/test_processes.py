@@ -23,6 +23,7 @@ from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, StepRecord, Version
 from tests.processes import SERVER
+from tests.trajectories.build import start_group
 
 BOUND = 5
 
@@ -35,7 +36,7 @@ def race(url: str, name: str, close: bool, go: Any, results: Any) -> None:
     def work(thread: int) -> None:
         for attempt in range(12):
             group = f"{name}-{thread}-{attempt}"
-            if ledger.start_group(group, "task", 1, pace=Pace(BOUND, 1, 0), ids=[group]) is not None:
+            if start_group(ledger, group, "task", 1, pace=Pace(BOUND, 1, 0), ids=[group]) is not None:
                 started.append(group)
                 if close:
                     ledger.close_group(group, {group: (LedgerState.dropped, "test")}, 1)
@@ -89,7 +90,7 @@ def _record(ledger: Ledger) -> StepRecord:
 
 # the life of a group, in order
 LIFE: dict[str, Callable[[TrajectoryStore, Ledger], object]] = {
-    "start": lambda _, ledger: ledger.start_group("g", "task", 2, pace=Pace(1, 1, 0), ids=["a", "b"]),
+    "start": lambda _, ledger: start_group(ledger, "g", "task", 2, pace=Pace(1, 1, 0), ids=["a", "b"]),
     "replace": lambda _, ledger: ledger.replace_lost("g", "b", "c", "engine gone"),
     "finish": lambda store, _: store.finish("a", "p/a", None, tokens=3, sampled_tokens=1, segments=1),
     "grade": lambda store, _: store.grade("a", Reward(1.0)),

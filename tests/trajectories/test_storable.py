@@ -25,6 +25,7 @@ from rollmill.trajectories.storable import DEEPEST_JSON, LONGEST_JSON
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, StepRecord
 from tests.trajectories import build
+from tests.trajectories.build import start_group
 
 # characters of every kind, including lone surrogates and NUL
 TEXT = st.text(st.characters(), max_size=20) | st.sampled_from(["\0", "\ud800", "a\0b\udfff", "x" * 300, "'; --", "%"])
@@ -167,7 +168,7 @@ def test_strange_output_of_agents_is_kept(store: TrajectoryStore) -> None:
 def test_a_step_pins_finite_numbers(
     store: TrajectoryStore, ledger: Ledger, engine: sa.Engine, objects: Objects, advantage: float
 ) -> None:
-    ledger.start_group("g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
+    start_group(ledger, "g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
     store.finish("a", "key", None, tokens=1, sampled_tokens=1, segments=1)
     reward = store.grade("a", Reward(1.0))
     ledger.group_ready("g")

@@ -20,6 +20,7 @@ from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TRAJECTORY_TRANSITIONS, Reward, StepRecord, TrajectoryState, Version
 from tests.trajectories import build
+from tests.trajectories.build import start_group
 
 PROVENANCE = {"split": "train", "family": "bug", "harness": "coding"}
 
@@ -228,7 +229,7 @@ def test_sqlite_keeps_no_text_of_a_forgotten_user(tmp_path: Path, times: int) ->
 
 
 def test_a_leased_trajectory_is_not_deleted(store: TrajectoryStore, objects: Objects, ledger: Ledger) -> None:
-    ledger.start_group("g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
+    start_group(ledger, "g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
     seal(store, objects, "a")
     reward = store.grade("a", Reward(1.0))
     ledger.group_ready("g")
