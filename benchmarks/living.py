@@ -58,6 +58,8 @@ SETTINGS = (
     "evals.attempts=2",
     "evals.fresh_tasks=0",
     "evals.family_tasks=0",
+    "gate.alpha=0.5",  # few attempts: estimates decide
+    "gate.least_tasks=1",
 )
 WIDE = tuple(
     f"gate.{name}"
@@ -92,7 +94,7 @@ def make_run(root: Path, name: str, base: Path | None, settings: Sequence[str]) 
 def learn(root: Path, base: Path | None, quick: bool, population: PopulationFile) -> tuple[dict, dict]:  # type: ignore[type-arg]
     cycles, enough, measured = (1, 64, 64) if quick else (3, 224, 256)
     settings = (f"cycle.enough={enough}", "cycle.steps=4", "cycle.lr=2.5e-4")
-    settings = (*settings, "cycle.canary_sessions=24", "cycle.max_loss=0.15")
+    settings = (*settings, "cycle.canary_sessions=100", "cycle.max_loss=0.4")
     run = make_run(root, "learn", base, (*settings, "evals.tasks=32", "gate.max_quality_loss=0.06"))
     with open_production(run, batch=48) as production:
         before = production.measure(population, measured)

@@ -45,7 +45,7 @@ from rollmill.config import validate_config
 from rollmill.demo.walk_demonstrations import WalkHabits, walk_solve_rate
 from rollmill.demo.walks import FILES, Walk
 from rollmill.evals.run import EvalResult
-from rollmill.evals.statistics import Interval, clustered_change, clustered_difference
+from rollmill.evals.statistics import Interval, clustered_difference, clustered_ratio
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -224,7 +224,7 @@ def tokens_share(before: Spent, after: Spent) -> Interval:
     """Tokens on summaries per episode, `after` over `before`, on the same tasks."""
     tasks = sorted(before.keys() & after.keys())
     sums = [np.array([(sum(each[task]), len(each[task])) for task in tasks], float) for each in (before, after)]
-    return clustered_change(*sums, relative=True)
+    return clustered_ratio(*sums)
 
 
 if __name__ == "__main__":

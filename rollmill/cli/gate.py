@@ -29,12 +29,13 @@ def gate(
 ) -> None:
     """Compare a version with the live one on held-out tasks, and say whether it may become live.
 
-    Both make the same attempts. Solve rate, tokens and engine seconds (on GPUs: GPU-seconds) per solved task, seconds
-    per attempt, malformed tool calls and questions are compared, each with a 95 % interval and a bound of the section
-    [gate]; seconds only if both were measured at the same time. Exit code 0 means promote, and 3 means hold: the
-    reasons are printed. A run with a section [gate] refuses other versions as `live`. While there is no live version,
-    the version is compared with itself, and only the bar decides. A verdict counts for `live` only if the whole suite
-    was used, against the version that is live. For example:
+    Both make the same attempts. Quality (solve rate, or mean reward where rewards are not 0 or 1), pass@k, tokens and
+    engine seconds (on GPUs: GPU-seconds), seconds per attempt, malformed tool calls and questions are compared, each
+    with an interval and a bound of the section [gate]; seconds only if both were measured at the same time. The whole
+    interval must be within the bound, unless gate.alpha is 0.5. Quality is also compared with the yardstick, the best
+    version that was ever promoted. Exit code 0 means promote, and 3 means hold: the reasons are printed. A run with a
+    section [gate] refuses other versions as `live`. While there is no live version, only the bar decides. A verdict
+    counts for `live` only if the whole suite was used, against the version that is live. For example:
 
         rollmill gate runs/demo rl@28 --against rl@0
         rollmill gate runs/demo candidate --json > gate.json
@@ -91,7 +92,7 @@ def metrics_table(verdict: Mapping[str, Any]) -> Table:
         pad_edge=False,
     )
     table.add_column("metric", no_wrap=True)
-    for column in ("live", "candidate", "change", "95 % interval", "bound"):
+    for column in ("live", "candidate", "change", f"{100 * verdict['confidence']:.0f} % interval", "bound"):
         table.add_column(column, no_wrap=True, justify="right")
     table.add_column("", no_wrap=True)
     for metric in verdict["metrics"]:
@@ -105,7 +106,7 @@ def metrics_table(verdict: Mapping[str, Any]) -> Table:
             ),
             f"{low} to {high}",
             f"{'≥' if metric['at_least'] else '≤'} {_figure(metric['bound'])}",
-            "ok" if metric["holds"] else "FAILS",
+            {True: "ok", False: "FAILS", None: "–"}[metric["holds"]],
         )
     return table
 

@@ -212,9 +212,10 @@ def clock(seconds: float) -> str:
 def describe_eval(event: dict[str, Any]) -> str:
     place = f"{SPLITS.get(str(event.get('split')), event.get('split'))}, {event.get('mode')}"
     rate, low, high = (100 * float(event.get(key) or 0.0) for key in ("rate", "low", "high"))
-    return (
-        f"{event.get('label')}: {place}: {rate:.1f} % solved ({low:.1f}–{high:.1f}, {event.get('attempts')} attempts)"
-    )
+    reward = event.get("reward")
+    graded = "" if reward is None or 100 * reward == rate else f", mean reward {reward:.3f}"
+    solved = f"{rate:.1f} % solved ({low:.1f}–{high:.1f}, {event.get('attempts')} attempts){graded}"
+    return f"{event.get('label')}: {place}: {solved}"
 
 
 def facts(state: State, now: float) -> list[tuple[str, str]]:

@@ -16,11 +16,11 @@ from typing import Any
 
 from rollmill.cluster.admission import admit_trajectories
 from rollmill.cluster.cycle_stage import cycle_run
-from rollmill.cluster.gate import LIVE, check_live, require_gate, run_gate
+from rollmill.cluster.gate import LIVE, check_live, require_gate, run_gate, target_of
 from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.service import CANDIDATE, TICK_S, Target
+from rollmill.cluster.service import CANDIDATE, TICK_S
 from rollmill.cluster.stages import last_version
 from rollmill.errors import WeightsError
 from rollmill.evals.gate import GateConfig
@@ -149,7 +149,9 @@ class CycleDriver:
             cluster.stop()
 
     def _gate(self, cycle: Cycle) -> Cycle:
-        live, candidate = (self._target(cycle.facts[name]) for name in ("live", CANDIDATE))
+        live, candidate = (
+            target_of(self._weights, _version(cycle.facts[name]), self._run.config.form) for name in ("live", CANDIDATE)
+        )
         config, suite = self._run.config.gate or GateConfig(), self._run.config.evals
         if self._run.config.gate is not None:
             require_gate(self._objects)
@@ -173,7 +175,7 @@ class CycleDriver:
         finally:
             self._all_to_live()
         state = {"promote": "promoting", "hold": "held", "roll back": "rolling_back"}[verdict.decision]
-        facts = {"canary": {**asdict(verdict), "live": list(arms[0]), "candidate": list(arms[1])}}
+        facts = {"canary": {**asdict(verdict), "live": arms[0]._asdict(), "candidate": arms[1]._asdict()}}
         return self.journal.move(cycle, state, f"{verdict.decision}: {verdict.reason}", **facts)
 
     def _arms(self, cycle: Cycle, since: float) -> tuple[Arm, Arm]:
@@ -188,13 +190,12 @@ class CycleDriver:
         """Consent to training is not needed to count who accepts what."""
         rule = self._config.rule
         sampled = (version.line, version.number, version.number)
-        raws = [
-            reward_of(rule, each.signals)
+        said = (
+            (each.user, None if (raw := reward_of(rule, each.signals)) is None else rule.accepts(raw))
             for each in conversations
             if (each.line, each.oldest, each.newest) == sampled and each.state in ("finished", "graded")
-        ]
-        given = [raw for raw in raws if raw is not None]
-        return Arm(sum(map(rule.accepts, given)), len(given))
+        )
+        return Arm.of(said, self._config.canary_per_user)
 
     def _promote(self, cycle: Cycle) -> Cycle:
         live, candidate = _version(cycle.facts["live"]), _version(cycle.facts[CANDIDATE])
@@ -232,11 +233,6 @@ class CycleDriver:
         found = read_conversations(self._engine, self._run.id, until, settle_s=settle_s, ended_after=since)
         lag = lag_behind(self._weights, live, self._run.config.form)
         return distil(found, lag, self._config.rule, self._config.max_lag)
-
-    def _target(self, text: str) -> Target:
-        version, form = _version(text), self._run.config.form
-        held = form if self._weights.exists(version, form) else "bf16"  # imported weights have no other form
-        return Target("version", text, version, held)
 
     def _key(self, cycle: Cycle, what: str) -> str:
         return f"cycles/{self._run.id}/{cycle.number}/{what}.json"

@@ -2,6 +2,8 @@
 
     gates/measured/VERSION-SUITE.json   attempts of a version, and with which others it was measured at the same time
     gates/verdicts/VERSION.json         the newest verdict about a version: what `live` is checked against
+    gates/yardstick.json                the best version that was live when a candidate came: the next ones must not
+                                        lose more against it than [gate] allows
     gates/required.json                 this store has a gate
 
 Whoever moves the channel `live` of a store with a gate asks `check_live` first.
@@ -23,16 +25,18 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import Target, serving, while_watching
 from rollmill.environments.environment import build_tasks
 from rollmill.errors import WeightsError
-from rollmill.evals.gate import GateConfig, GateVerdict, judge
+from rollmill.evals.gate import GateConfig, GateVerdict, judge, mean_quality
 from rollmill.evals.run import Conduct, EvalResult
 from rollmill.evals.suite import EvalConfig
 from rollmill.kinds import code_of
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
+from rollmill.weights.reading.store import WeightStore
 
 LIVE = "live"
 _REQUIRED = "gates/required.json"
+_YARDSTICK = "gates/yardstick.json"
 
 
 def run_gate(
@@ -51,7 +55,7 @@ def run_gate(
     objects = Objects.open(run.home_store)
     suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
     targets, digest = [live.pinned(), candidate.pinned()], suite_digest(run, suite)
-    keys = [f"gates/measured/{target.version}-{digest}.json" for target in targets]
+    keys = [_measured_key(target.version, digest) for target in targets]
     missing = [again or objects.head(key) is None for key in keys]
     if config.beside and not any(missing):  # live may have been measured again since, beside another candidate
         missing = [_Measured.read(objects, keys[0]).moment != _Measured.read(objects, keys[1]).moment] * 2
@@ -61,19 +65,54 @@ def run_gate(
         }
         moment = secrets.token_hex(8)
         for key, attempts in zip(wanted, _measure(run, list(wanted.values()), suite, on_tick), strict=True):
-            tree = {task: [asdict(each) for each in made] for task, made in attempts.items()}
-            objects.put(key, json.dumps({"moment": moment, "attempts": tree}).encode())
+            _Measured(moment, attempts).write(objects, key)
     measured = [_Measured.read(objects, key) for key in keys]
-    verdict = judge(
-        measured[0].attempts,
-        measured[1].attempts,
-        config,
-        (str(live.version), str(candidate.version)),
-        beside=measured[0].moment == measured[1].moment,
-    )
+    names = (str(live.version), str(candidate.version))
+    yardstick = None
+    if record and names[0] != names[1]:
+        yardstick = _yardstick(run, objects, live.version, config.yardstick, suite, digest, on_tick)
+    beside = measured[0].moment == measured[1].moment
+    verdict = judge(measured[0].attempts, measured[1].attempts, config, names, beside=beside, yardstick=yardstick)
     if record:
         record_verdict(objects, candidate.version, verdict)
     return verdict
+
+
+def _yardstick(
+    run: RunDirectory,
+    objects: Objects,
+    live: Version,
+    wanted: str | None,
+    suite: EvalConfig,
+    digest: str,
+    on_tick: Callable[[], None],
+) -> tuple[str, dict[str, list[Conduct]]] | None:
+    """The version that is `wanted`, or the best of those that were live, with its attempts; None if it is live now.
+    It is measured on its own where this suite has not measured it: its seconds are not compared."""
+    known = None if wanted or objects.head(_YARDSTICK) is None else json.loads(objects.get(_YARDSTICK))["version"]
+    line, _, number = (wanted or known or str(live)).rpartition("@")
+    version = Version(line, int(number))
+    key, weights = _measured_key(version, digest), WeightStore(objects)
+    target = target_of(weights, version, run.config.form)
+    lost = objects.head(key) is None and not weights.exists(version, target.form)
+    if lost and wanted:
+        hint = "set gate.yardstick to a version that is there, or leave it out"
+        raise WeightsError(f"gate.yardstick is {version}, whose weights are not in the store", hint=hint)
+    if version != live and not lost:
+        if objects.head(key) is None:
+            _Measured("yardstick", _measure(run, [target], suite, on_tick)[0]).write(objects, key)
+        found, of_live = (_Measured.read(objects, each).attempts for each in (key, _measured_key(live, digest)))
+        ours, best = mean_quality(of_live, found)
+        if wanted or best > ours:
+            return str(version), found
+    if not wanted and known != str(live):
+        objects.put(_YARDSTICK, json.dumps({"version": str(live)}).encode())
+    return None
+
+
+def target_of(weights: WeightStore, version: Version, form: str) -> Target:
+    held = form if weights.exists(version, form) else "bf16"  # imported weights have no other form
+    return Target("version", str(version), version, held)
 
 
 def record_verdict(objects: Objects, version: Version, verdict: GateVerdict) -> None:
@@ -121,6 +160,9 @@ class _Measured:
         tree = json.loads(objects.get(key))
         by_task = {task: [Conduct(**each) for each in attempts] for task, attempts in tree["attempts"].items()}
         return cls(tree["moment"], by_task)
+
+    def write(self, objects: Objects, key: str) -> None:
+        objects.put(key, json.dumps(asdict(self)).encode())
 
 
 def _measure(
@@ -182,6 +224,10 @@ def suite_digest(run: RunDirectory, suite: EvalConfig) -> str:
     code = [code_of(section) for section in (config.harness, config.machine, *config.rewards) if section is not None]
     text = json.dumps([config.seed, *config.forms, contents, settings, code])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _measured_key(version: Version, digest: str) -> str:
+    return f"gates/measured/{version}-{digest}.json"
 
 
 def _verdict_key(version: Version) -> str:

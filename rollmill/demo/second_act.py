@@ -43,12 +43,13 @@ SETTINGS = (
     "cycle.lr=5e-4",  # with 8e-4 and more, calls become malformed
     "cycle.settle_s=1.0",
     "cycle.share=0.5",
-    "cycle.canary_sessions=16",  # few: the canary stops only a great loss, and proves no gain
-    "cycle.max_loss=0.25",
+    "cycle.canary_sessions=64",  # few: the canary stops only a great loss, and proves no gain
+    "cycle.max_loss=0.5",
     "evals.tasks=32",
     "evals.attempts=1",
     # few attempts, for a short demo: the bounds are as wide as their noise
     "gate.max_quality_loss=0.15",
+    "gate.alpha=0.5",
     "gate.max_more_tokens=1.0",
     "gate.max_more_engine_seconds=1.5",
     "gate.max_more_seconds=1.0",

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from rollmill import telemetry
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
-from rollmill.evals.statistics import clustered_interval
+from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
 from rollmill.rollouts.ids import as_id
 from rollmill.rollouts.rollout import Outcome, RolloutContext, rollout_seed, run_rollout
@@ -32,6 +32,11 @@ class Conduct:
     asked: bool  # it ended with a question instead of work
     lost: bool = False
     engine_seconds: float = 0.0  # its share of the seconds that engines computed; 0.0 of all attempts: not known
+    reward: float | None = None  # None: 1 if it is solved, else 0
+
+    @property
+    def earned(self) -> float:
+        return float(self.solved) if self.reward is None else self.reward
 
     @classmethod
     def of(cls, outcome: Outcome) -> Conduct:
@@ -39,7 +44,8 @@ class Conduct:
         if outcome.reward is None:
             return cls(False, 0, 0.0, 0, 0, False, lost=True)
         calls, malformed = (result.tool_calls, result.bad_tool_calls) if result else (0, 0)
-        return cls(outcome.solved, outcome.tokens, outcome.seconds, calls, malformed, outcome.asked)
+        told = (outcome.tokens, outcome.seconds, calls, malformed, outcome.asked)
+        return cls(outcome.solved, *told, reward=outcome.reward.value)
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,20 @@ class EvalResult:
     solved: int
     attempts: int
     failed: int  # attempts that infrastructure lost: not counted as attempts
-    rate: float
+    rate: float  # of solved attempts: pass@1
     low: float  # 95 % interval, attempts of one task taken together
     high: float
+    reward: float  # the mean, with its interval
+    reward_low: float
+    reward_high: float
+    k: int  # attempts per task
+    pass_k: float | None  # share of tasks that k attempts solve at least once; None: no task has as many
     seconds: float
     by_task: dict[str, list[bool]]  # task id → what became of its attempts
     example_solved: str | None = None  # a trajectory worth reading
     example_unsolved: str | None = None
     conduct: dict[str, list[Conduct]] = field(default_factory=dict)  # task id → how its attempts went, lost ones too
+    families: dict[str, str] = field(default_factory=dict)  # task id → its family, of those that have one
 
 
 @dataclass(frozen=True)
@@ -166,7 +178,8 @@ async def run_cells(
     for cell, suite in cells:
         started = time.time()
         outcomes = await _attempt_cell(cell, suite, attempt, config.concurrency, counter)
-        result = _summarise(outcomes, cell, examination, time.time() - started)
+        families = {task.id: task.family for task in suite if task.family}
+        result = _summarise(outcomes, cell, examination, time.time() - started, families)
         telemetry.emit("eval", **asdict(result))
         results.append(result)
     return results
@@ -210,16 +223,20 @@ async def _attempt(
 
 def sampling_of(task: Task, cell: Cell, number: int, examination: Examination) -> Sampling:
     return Sampling(
-        temperature=1.0 if cell.mode == "sampled" else 0.0,
+        temperature=cell.temperature,
         max_tokens=examination.max_answer_tokens,
         seed=rollout_seed(examination.seed, task.id, number),
     )
 
 
 def _summarise(
-    by_task: Mapping[str, list[Outcome]], cell: Cell, examination: Examination, seconds: float
+    by_task: Mapping[str, list[Outcome]],
+    cell: Cell,
+    examination: Examination,
+    seconds: float,
+    families: Mapping[str, str],
 ) -> EvalResult:
-    """The solve rate of one cell. Failed attempts are left out of it; with too many of them it would mislead."""
+    """The figures of one cell. Failed attempts are left out of them; with too many of them they would mislead."""
     graded = {task: [outcome for outcome in outcomes if outcome.reward] for task, outcomes in by_task.items()}
     attempts = sum(map(len, graded.values()))
     failed = sum(map(len, by_task.values())) - attempts
@@ -230,7 +247,9 @@ def _summarise(
             hint="a rate without that many attempts would mislead; fix the cause and run the evaluation again",
         )
     solved = {task: [outcome.solved for outcome in outcomes] for task, outcomes in graded.items() if outcomes}
-    interval = clustered_interval(list(solved.values()))
+    rewards = [[each.reward.value for each in outcomes if each.reward] for outcomes in graded.values()]
+    rate, reward = clustered_interval(list(solved.values())), clustered_interval(rewards)
+    whole = [pass_at(cell.attempts, outcomes) for outcomes in solved.values() if len(outcomes) >= cell.attempts]
     flat = [outcome for outcomes in graded.values() for outcome in outcomes]
     return EvalResult(
         label=examination.label,
@@ -240,12 +259,18 @@ def _summarise(
         solved=sum(outcome.solved for outcome in flat),
         attempts=attempts,
         failed=failed,
-        rate=interval.value,
-        low=interval.low,
-        high=interval.high,
+        rate=rate.value,
+        low=rate.low,
+        high=rate.high,
+        reward=reward.value,
+        reward_low=reward.low,
+        reward_high=reward.high,
+        k=cell.attempts,
+        pass_k=sum(whole) / len(whole) if whole else None,
         seconds=seconds,
         by_task=solved,
         example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
         example_unsolved=next((outcome.trajectory for outcome in flat if not outcome.solved), None),
         conduct={task: [Conduct.of(outcome) for outcome in outcomes] for task, outcomes in by_task.items()},
+        families=dict(families),
     )

@@ -1,7 +1,15 @@
-"""Confidence intervals of solve rates, from counts.
+"""Confidence intervals of solve rates and mean rewards. The gate, evaluations and reports all use these.
 
 Attempts at one task are correlated: sixteen attempts at one task say less than one attempt at each of sixteen tasks. So
-the `clustered_*` functions resample whole tasks. `wilson` and `difference` are for independent attempts.
+the `clustered_*` functions count whole tasks. `wilson` and `difference` are for independent attempts.
+
+    rate or mean      Wilson's interval with the effective number of attempts (design effect), which is at least one
+                      task's worth per task; quantiles of Student's t for tasks − 1 degrees of freedom: few tasks, wide
+    difference        Newcombe's square-and-add of two such intervals, with the correlation of the tasks on both sides
+    ratio of costs    of the logarithm, linearised
+
+If all outcomes are equal, nothing is known of their spread: then each task counts as one attempt, so an interval never
+has width 0. For the same reason a difference is never narrower than what tasks that all agree leave open.
 """
 
 from __future__ import annotations
@@ -14,7 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 Counts = tuple[int, int]  # solved, attempts
-Outcomes = Sequence[bool]  # per attempt at one task: solved or not
+Values = Sequence[float]  # of the attempts at one task: rewards, or whether each was solved
+_ANY = 20.0  # of a logarithm: a ratio with this half width may be anything
+POWER = 0.8  # a suite "sees" a loss that it tells from none in this share of all comparisons
 
 
 class Interval(NamedTuple):
@@ -25,17 +35,12 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson(solved: int, attempts: int, confidence: float = 0.95) -> Interval:
+def wilson(solved: float, attempts: float, confidence: float = 0.95) -> Interval:
     """A solve rate with its Wilson score interval, which also holds near 0 and 1 and for few attempts."""
     if not 0 <= solved <= attempts:
         raise ValueError(f"{solved} solved of {attempts} attempts is impossible")
-    if attempts == 0:
-        return Interval(math.nan, 0.0, 1.0)
-    rate, z = solved / attempts, _z(confidence)
-    centre = (rate + z * z / (2 * attempts)) / (1 + z * z / attempts)
-    half = z * math.sqrt(rate * (1 - rate) / attempts + z * z / (4 * attempts**2)) / (1 + z * z / attempts)
-    # with a rate of exactly 0 or 1, rounding could put a bound on the wrong side of the rate
-    return Interval(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
+    z = student(confidence)
+    return Interval(math.nan, 0.0, 1.0) if attempts == 0 else _score(solved / attempts, attempts, z)
 
 
 def difference(before: Counts, after: Counts, confidence: float = 0.95) -> Interval:
@@ -43,101 +48,139 @@ def difference(before: Counts, after: Counts, confidence: float = 0.95) -> Inter
     return combine(wilson(*before, confidence), wilson(*after, confidence))
 
 
-def combine(before: Interval, after: Interval) -> Interval:
-    """The difference of two independent estimates with known intervals."""
+def combine(before: Interval, after: Interval, correlation: float = 0.0) -> Interval:
+    """The difference of two estimates with known intervals: square and add."""
     gain = after.value - before.value
-    down = math.hypot(after.value - after.low, before.high - before.value)
-    up = math.hypot(after.high - after.value, before.value - before.low)
+    down = _sides(after.value - after.low, before.high - before.value, correlation)
+    up = _sides(after.high - after.value, before.value - before.low, correlation)
     return Interval(gain, gain - down, gain + up)
 
 
-def clustered_interval(
-    tasks: Sequence[Outcomes], confidence: float = 0.95, *, resamples: int = 4000, seed: int = 0
-) -> Interval:
-    """A solve rate over several attempts per task: percentile bootstrap over tasks."""
-    counts_T2 = _counts([outcomes for outcomes in tasks if outcomes])
-    if len(counts_T2) == 0:
+def clustered_interval(tasks: Sequence[Values], confidence: float = 0.95) -> Interval:
+    """A mean over several attempts per task: of outcomes (a solve rate) or of rewards."""
+    known = [np.asarray(values, np.float64) for values in tasks if len(values)]
+    if not known:
         return Interval(math.nan, 0.0, 1.0)
-    solved, attempts = counts_T2.sum(axis=0)
-    if solved in (0, attempts):
-        # all resamples are equal, so the bootstrap would give an interval of width 0; count each task once instead
-        edge = wilson(len(counts_T2) if solved else 0, len(counts_T2), confidence)
-        return Interval(float(solved / attempts), edge.low, edge.high)
-    drawn_R2 = counts_T2[_draw(len(counts_T2), resamples, seed)].sum(axis=1)
-    low, high = _percentiles(_rate(drawn_R2), confidence)
-    return Interval(float(solved / attempts), low, high)
+    return _Clustered(known, *_scale(known)).interval(student(confidence, len(known) - 1))
 
 
 def clustered_difference(
-    before: Mapping[str, Outcomes],
-    after: Mapping[str, Outcomes],
-    confidence: float = 0.95,
-    *,
-    resamples: int = 4000,
-    seed: int = 0,
+    before: Mapping[str, Values], after: Mapping[str, Values], confidence: float = 0.95
 ) -> Interval:
-    """`after` minus `before` on the same tasks (by id). Resampling pairs removes the tasks' own difficulty."""
-    shared = sorted(task for task in before.keys() & after.keys() if before[task] and after[task])
+    """`after` minus `before` on the same tasks (by id). Pairing removes the tasks' own difficulty."""
+    shared = sorted(task for task in before.keys() & after.keys() if len(before[task]) and len(after[task]))
     if not shared:
         return Interval(math.nan, -1.0, 1.0)
-    first_T2, second_T2 = _counts([before[task] for task in shared]), _counts([after[task] for task in shared])
-    chosen_RT = _draw(len(shared), resamples, seed)
-    gains_R = _rate(second_T2[chosen_RT].sum(axis=1)) - _rate(first_T2[chosen_RT].sum(axis=1))
-    gain = float(_rate(second_T2.sum(axis=0)) - _rate(first_T2.sum(axis=0)))
-    low, high = _percentiles(gains_R, confidence)
-    return Interval(gain, min(low, gain), max(high, gain))
+    sides = [[np.asarray(side[task], np.float64) for task in shared] for side in (before, after)]
+    low, high = _scale(sides[0] + sides[1])
+    first, second = (_Clustered(side, low, high) for side in sides)
+    z = student(confidence, len(shared) - 1)
+    found = combine(first.interval(z), second.interval(z), first.correlation(second))
+    # what tasks that all agree leave open: one more could be as far away as the farthest, or as far as can be
+    gains_T = [float(one.mean() - other.mean()) - found.value for other, one in zip(*sides, strict=True)]
+    farthest = max(map(abs, gains_T))
+    least = (farthest if farthest > 1e-9 else high - low) * _score(0.0, len(shared), z).high
+    down, up = max(found.value - found.low, least), max(found.high - found.value, least)
+    return Interval(found.value, max(found.value - down, low - high), min(found.value + up, high - low))
 
 
-def clustered_change(
-    before_T2: np.ndarray,
-    after_T2: np.ndarray,
-    confidence: float = 0.95,
-    *,
-    relative: bool = False,
-    resamples: int = 4000,
-    seed: int = 0,
-) -> Interval:
-    """How a rate changed on the same tasks. Row t of each array is (sum, count) of task t; the rate is sum over count.
-
-    The change is `after` minus `before`, or, if `relative`, `after` over `before`. A rate whose count is 0 is infinite.
-    """
-    chosen_RT = _draw(len(before_T2), resamples, seed)
-
-    def change(before_2: np.ndarray, after_2: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            first, second = _rate(before_2.astype(np.float64)), _rate(after_2.astype(np.float64))
-            return second / first if relative else second - first
-
-    value = float(change(before_T2.sum(axis=0), after_T2.sum(axis=0)))
-    drawn_R = change(before_T2[chosen_RT].sum(axis=1), after_T2[chosen_RT].sum(axis=1))
-    known_R = drawn_R[~np.isnan(drawn_R)]  # an infinite change counts: of a cost, it is the worst there is
-    if not known_R.size:
-        return Interval(value, -math.inf, math.inf)
-    tail = (1 - confidence) / 2  # values that were drawn: nothing lies between a number and infinity
-    low = float(np.quantile(known_R, tail, method="lower"))
-    high = float(np.quantile(known_R, 1 - tail, method="higher"))
-    return Interval(value, min(low, value), max(high, value))
+def clustered_ratio(before_T2: np.ndarray, after_T2: np.ndarray, confidence: float = 0.95) -> Interval:
+    """`after` over `before`, of costs on the same tasks. Row t of each array is (sum, count) of task t; the cost is sum
+    over count. Costs that are 0 or without a count give a ratio of 0, infinity or NaN, without an interval."""
+    first, second = cost(before_T2), cost(after_T2)
+    value = second / first if first else (math.inf if second else math.nan)
+    if not 0 < value < math.inf:
+        return Interval(value, value, value)
+    tasks = len(before_T2)
+    relative_T = _relative(after_T2, second) - _relative(before_T2, first)
+    error = math.sqrt(tasks / (tasks - 1) * float(relative_T @ relative_T)) if tasks > 1 else math.inf
+    half = student(confidence, tasks - 1) * error if error else 0.0
+    factor = math.exp(half) if half < _ANY else math.inf
+    return Interval(value, value / factor, value * factor)
 
 
-def _z(confidence: float) -> float:
+def cost(sums_T2: np.ndarray) -> float:
+    """Sum over count of all tasks; infinite without a count, NaN without anything."""
+    over, under = sums_T2.sum(axis=0).tolist()
+    return over / under if under else (math.inf if over else math.nan)
+
+
+def pass_at(k: int, outcomes: Sequence[bool]) -> float:
+    """The probability that at least one of `k` of these attempts solves the task (Chen et al., 2021)."""
+    return 1 - math.comb(len(outcomes) - sum(map(bool, outcomes)), k) / math.comb(len(outcomes), k)
+
+
+def student(confidence: float, freedom: float = math.inf) -> float:
+    """Student's t of a two-sided interval; infinite without a degree of freedom."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is between 0 and 1, not {confidence}")
-    return NormalDist().inv_cdf(0.5 + confidence / 2)
+    if freedom == 0:
+        return math.inf
+    if freedom == 1:
+        return math.tan(math.pi * confidence / 2)
+    if freedom == 2:
+        return confidence * math.sqrt(2 / (1 - confidence**2))
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    # Abramowitz and Stegun, 26.7.5
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def _counts(tasks: Sequence[Outcomes]) -> np.ndarray:
-    return np.array([(sum(map(bool, outcomes)), len(outcomes)) for outcomes in tasks], dtype=np.int64).reshape(-1, 2)
+def seen(half_width: float, confidence: float, freedom: float) -> float:
+    """The loss that a comparison tells from none with `POWER`, from the half width of its interval."""
+    return half_width * (1 + NormalDist().inv_cdf(POWER) / student(confidence, freedom))
 
 
-def _rate(counts: np.ndarray) -> np.ndarray:
-    return counts[..., 0] / counts[..., 1]
+class _Clustered:
+    """A mean of values between `low` and `high`, with its standard error over tasks."""
+
+    def __init__(self, tasks: Sequence[np.ndarray], low: float, high: float) -> None:
+        values, counts_T = np.concatenate(tasks), np.array(list(map(len, tasks)))
+        self.tasks, self.low, self.high = len(tasks), low, high
+        self.value = float(values.mean())
+        self.residuals_T = (np.array([each.sum() for each in tasks]) - self.value * counts_T) / len(values)
+        independent = float(values.var()) / len(values)  # the design effect is at least one
+        self.error = math.sqrt(max(self._covariance(self), independent))
+
+    def _covariance(self, other: _Clustered) -> float:
+        return self.tasks / max(self.tasks - 1, 1) * float(self.residuals_T @ other.residuals_T)
+
+    def correlation(self, other: _Clustered) -> float:
+        if not self.error * other.error:
+            return 0.0
+        return max(-1.0, min(1.0, self._covariance(other) / (self.error * other.error)))
+
+    def interval(self, z: float) -> Interval:
+        width = self.high - self.low
+        rate = (self.value - self.low) / width
+        size = rate * (1 - rate) / (self.error / width) ** 2 if self.error > 1e-12 * width else self.tasks
+        return Interval(*(self.low + width * each for each in _score(rate, size, z)))
 
 
-def _draw(tasks: int, resamples: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, tasks, size=(resamples, tasks))
+def _score(rate: float, size: float, z: float) -> Interval:
+    """Wilson's interval of a rate from `size` attempts, of which nothing need be whole."""
+    if math.isinf(z):
+        return Interval(rate, 0.0, 1.0)
+    centre = (rate + z * z / (2 * size)) / (1 + z * z / size)
+    half = z * math.sqrt(max(rate * (1 - rate), 0.0) / size + z * z / (4 * size**2)) / (1 + z * z / size)
+    # with a rate of exactly 0 or 1, rounding could put a bound on the wrong side of the rate
+    return Interval(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
 
 
-def _percentiles(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(values, [tail, 1 - tail])
-    return float(low), float(high)
+def _sides(one: float, other: float, correlation: float) -> float:
+    return math.sqrt(max(one * one + other * other - 2 * correlation * one * other, 0.0))
+
+
+def _scale(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
+    """What a value may be: 0 to 1, or wider if values are."""
+    return min(0.0, *(float(each.min()) for each in tasks)), max(1.0, *(float(each.max()) for each in tasks))
+
+
+def _relative(sums_T2: np.ndarray, rate: float) -> np.ndarray:
+    over_T, under_T = sums_T2[:, 0], sums_T2[:, 1]
+    return np.asarray((over_T - rate * under_T) / over_T.sum())

@@ -18,9 +18,10 @@ _FAMILY_TASKS = 64
 @dataclass(frozen=True)
 class Cell:
     split: str  # heldout | fresh | heldout_family
-    mode: Literal["sampled", "greedy"]  # temperature 1, or 0
+    mode: Literal["sampled", "greedy"]
     tasks: int
     attempts: int
+    temperature: float = 1.0
 
 
 class EvalConfig(Config):
@@ -29,8 +30,11 @@ class EvalConfig(Config):
     tasks: int = Field(
         128, ge=1, description="Held-out tasks. More give narrower confidence intervals and take longer."
     )
-    attempts: int = Field(
-        4, ge=1, description="Sampled attempts per task, at temperature 1. Greedy decoding is one attempt per task."
+    attempts: int = Field(4, ge=1, description="Sampled attempts per task. Greedy decoding is one attempt per task.")
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="Sampling temperature of the sampled attempts. Set the one that your product serves with.",
     )
     family_tasks: int | None = Field(
         None,
@@ -50,13 +54,13 @@ class EvalConfig(Config):
     )
 
     def cells(self, tasks: TaskSet) -> list[Cell]:
-        cells = [Cell("heldout", "sampled", self.tasks, self.attempts)]
+        cells = [Cell("heldout", "sampled", self.tasks, self.attempts, self.temperature)]
         if self.greedy:
-            cells.append(Cell("heldout", "greedy", self.tasks, 1))
+            cells.append(Cell("heldout", "greedy", self.tasks, 1, 0.0))
         if self.fresh_tasks:
-            cells.append(Cell("fresh", "sampled", self.fresh_tasks, self.attempts))
+            cells.append(Cell("fresh", "sampled", self.fresh_tasks, self.attempts, self.temperature))
         if family_tasks := self._family_tasks(tasks):
-            cells.append(Cell(FAMILY, "sampled", family_tasks, self.attempts))
+            cells.append(Cell(FAMILY, "sampled", family_tasks, self.attempts, self.temperature))
         return cells
 
     def _family_tasks(self, tasks: TaskSet) -> int:

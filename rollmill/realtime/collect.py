@@ -55,6 +55,7 @@ def read_conversations(
             newest=row.newest_version,
             consent=str(provenance.get("consent", "train")),
             signals=signals[row.id],
+            user=str(provenance.get("user", "")),
         )
         for row in found
         if (provenance := from_json(row.provenance)).get("run") == run

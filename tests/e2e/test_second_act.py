@@ -21,6 +21,7 @@ SMALL = (
     "cycle.max_loss=1.0",
     "evals.tasks=2",
     "gate.max_quality_loss=1.0",
+    "gate.least_tasks=1",
     *(f"gate.max_more_{name}=1000.0" for name in ("tokens", "engine_seconds", "seconds")),
     *(f"gate.max_more_{name}=1.0" for name in ("malformed", "questions")),
 )

@@ -184,12 +184,12 @@ async def test_a_few_lost_attempts_are_left_out_of_the_rate() -> None:
         for task in range(10)
     }
     by_task["task-3"][2:] = [Outcome("lost", None, None, reason="gone")] * 2
-    result = _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0)
+    result = _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0, {})
     assert (result.solved, result.attempts, result.failed) == (28, 38, 2)
     assert result.rate == 28 / 38 and result.by_task["task-3"] == [False, True]
     by_task["task-4"] = [Outcome("lost", None, None, reason="gone")]
     with pytest.raises(RollmillError, match="3 of 37"):
-        _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0)
+        _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0, {})
 
 
 async def test_families_are_measured_where_the_task_set_has_them() -> None:

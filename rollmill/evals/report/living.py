@@ -15,13 +15,15 @@ from rollmill.evals.statistics import Interval, clustered_difference, clustered_
 
 ANCHOR = "users"
 METRICS = {  # of the gate: in words, and how the two sides are compared
-    "quality": ("Solve rate", "difference"),
+    "quality": ("Quality", "difference"),
+    "yardstick": ("Quality, against the best version before", "difference"),
     "tokens_per_solved": ("Tokens per solved task", "ratio"),
-    "engine_seconds": ("Engine seconds per solved task", "ratio"),
+    "tokens_per_attempt": ("Tokens per attempt", "ratio"),
+    "engine_seconds": ("Engine seconds", "ratio"),
     "latency": ("Seconds per attempt", "ratio"),
     "malformed": ("Malformed tool calls", "difference of shares"),
     "questions": ("Ends with a question", "difference of shares"),
-    "bar": ("Solve rate, least of any live version", ""),
+    "bar": ("Quality, least of any live version", ""),
 }
 
 
@@ -128,7 +130,7 @@ def _cycle_markup(cycle: Mapping[str, Any]) -> Markup:
     moves = [_move(move, later) for move, later in zip(cycle["moves"], [*cycle["moves"][1:], None], strict=True)]
     states = _table(("State", "At", "For", "Why"), moves, words=True)
     gate = _table(
-        ("What the gate compared", "Live", "Candidate", "Change", f"95{GAP}% interval", "Bound", ""),
+        ("What the gate compared", "Live", "Candidate", "Change", "Interval", "Bound", ""),
         [_metric(metric) for metric in cycle["gate"] or ()],
     )
     return tag("div", title, states, gate, class_="cycle")
@@ -143,7 +145,8 @@ def _move(move: Mapping[str, Any], later: Mapping[str, Any] | None) -> list[str]
 def _metric(metric: Mapping[str, Any]) -> list[str]:
     change = [_figure(value) for value in metric["change"]]
     bound = f"{'≥' if metric['at_least'] else '≤'} {_figure(metric['bound'])}"
-    word = tag("b", "holds", class_="good") if metric["holds"] else tag("b", "fails", class_="bad")
+    words_of = {True: tag("b", "holds", class_="good"), False: tag("b", "fails", class_="bad"), None: "not measured"}
+    word = words_of[metric["holds"]]
     words, compared = METRICS.get(str(metric["name"]), (str(metric["name"]), ""))
     name = join(words, tag("small", f" {compared}") if compared else "")
     sides = [_figure(metric[side]) for side in ("live", "candidate")]
