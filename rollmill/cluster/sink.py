@@ -68,7 +68,7 @@ def scalars_of(event: Mapping[str, Any]) -> list[Scalar]:
         figures = {str(event.get("source")): event.get("loss")}
     elif kind == "eval":
         group, step = f"eval/{event.get('split')}/{event.get('mode')}", event.get("version")
-        figures = {name: event.get(name) for name in ("rate", "low", "high", "reward", "pass_k")}
+        figures = {name: event.get(name) for name in ("rate", "low", "high", "reward", "solved_once")}
     elif kind == "publish":
         group, step = f"weights/{event.get('line')}", event.get("version")
         figures = {name: event.get(name) for name in ("bytes", "delta_bytes", "density", "seconds")}

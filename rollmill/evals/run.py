@@ -64,7 +64,7 @@ class EvalResult:
     reward_low: float
     reward_high: float
     k: int  # attempts per task
-    pass_k: float | None  # share of tasks that k attempts solve at least once; None: no task has as many
+    solved_once: float | None  # share of tasks that k attempts solve at least once; None: no task has as many
     seconds: float
     by_task: dict[str, list[bool]]  # task id → what became of its attempts
     example_solved: str | None = None  # a trajectory worth reading
@@ -266,7 +266,7 @@ def _summarise(
         reward_low=reward.low,
         reward_high=reward.high,
         k=cell.attempts,
-        pass_k=sum(whole) / len(whole) if whole else None,
+        solved_once=sum(whole) / len(whole) if whole else None,
         seconds=seconds,
         by_task=solved,
         example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
