@@ -96,6 +96,10 @@ class MachineError(RollmillError):
     boundary = "machine"
 
 
+class Overcommitted(MachineError):
+    """Others of the host had the processors, so a time-out says nothing about the command."""
+
+
 class NoCapacity(MachineError):
     """No machine can start now. Trying again after `retry_after_s` seconds may succeed."""
 

@@ -138,7 +138,8 @@ def _machines() -> list[Check]:
         found = f"no control group for {' and '.join(sorted(missing_groups))}: {held_by}"
         checks.append(Check("machine limits", "warn", found, remedy))
     else:
-        checks.append(Check("machine limits", "ok", "control groups (memory, pids), rlimits, watchdog"))
+        groups = ", ".join(limits["control_groups"])
+        checks.append(Check("machine limits", "ok", f"control groups ({groups}), rlimits, watchdog"))
     if not (limits["private_files"] and limits["private_devices"]):
         shared = "devices" if limits["private_files"] else "system files"
         remedy = "run as root on a kernel that allows overlays in namespaces"

@@ -20,6 +20,13 @@ class ExecResult:
     # the limit that ended the command, if one did; "machine": a command ruined the machine itself
     stopped: Literal["time", "memory", "processes", "machine"] | None = None
     seconds: float = 0.0  # that the command itself ran, without waiting for its turn; 0: not known
+    starved: bool = False  # `stopped` is "time", and it had nearly all of `longest` while others had the processors
+
+
+def longest(timeout_s: float) -> float:
+    """Seconds after which a command ends that others keep from the processor: the clock of its limit stands still
+    meanwhile, where its machine can tell."""
+    return timeout_s + min(7 * timeout_s, 600.0)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Order:
             "cwd": self.cwd,
             "env": {**terminal, **(environment or {}), **(self.env or {})},
             "timeout_s": self.timeout_s,
+            "longest_s": longest(self.timeout_s),
             "max_output": self.max_output,
             "pty": self.pty,
             **({} if self.user is None else {"user": self.user}),

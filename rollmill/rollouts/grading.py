@@ -1,6 +1,7 @@
 """Grades an episode, and retries when the grader is not available.
 
 MachineError        the host failed: the episode is graded again, at most `attempts` times
+Overcommitted       the host was so busy that a time-out says nothing: the episode is graded again, alone
 RewardUnavailable   a judge is down: it is asked again until `timeout_s` is over, and a warning is shown
 any other error     raised at once
 
@@ -10,14 +11,16 @@ An episode without a grade fails with a reason. It never gets a reward of 0: the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import slowdown
+from rollmill.environments.machine import MachineHost, slowdown
 from rollmill.environments.reward import Grader, grade_episode
 from rollmill.environments.task import Task
-from rollmill.errors import MachineError, RewardError, RewardUnavailable
+from rollmill.errors import MachineError, Overcommitted, RewardError, RewardUnavailable
 from rollmill.types import Reward
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
@@ -51,6 +54,11 @@ def own_limit(task: Task) -> float:
     return float(own) + _AROUND_S if isinstance(own, int | float) else 0.0
 
 
+def _turn(machines: MachineHost, alone: bool) -> contextlib.AbstractAsyncContextManager[None]:
+    turn: Callable[..., contextlib.AbstractAsyncContextManager[None]] | None = getattr(machines, "turn", None)
+    return contextlib.nullcontext() if turn is None else turn(alone=alone)
+
+
 async def grade_patiently(
     grader: Grader, episode: Episode, trajectory: str, stalls: Stalls, *, timeout_s: float, attempts: int
 ) -> Reward:
@@ -60,12 +68,19 @@ async def grade_patiently(
     """
     timeout_s = max(timeout_s, own_limit(episode.task)) * await slowdown(episode.machines, episode.task.image)
     problem = "grading does not end"
+    alone = False
     backoff = Backoff(min(_FIRST_PAUSE_S, timeout_s / 10), _LONGEST_PAUSE_S)
     try:
         async with asyncio.timeout(timeout_s) as limit:
             while True:
                 try:
-                    return await grade_episode(grader, episode)
+                    asked = asyncio.get_running_loop().time()
+                    async with _turn(episode.machines, alone):  # waiting for it is not part of the grading
+                        limit.reschedule((limit.when() or asked) + asyncio.get_running_loop().time() - asked)
+                        return await grade_episode(grader, episode)
+                except Overcommitted:
+                    alone = True
+                    continue
                 except RewardUnavailable as error:
                     problem = error.message
                     stalls.begin(trajectory, problem)

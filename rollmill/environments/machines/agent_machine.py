@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import WORK, Capabilities, ExecResult, Order, ProcessState
+from rollmill.environments.machine import WORK, Capabilities, ExecResult, Order, ProcessState, longest
 from rollmill.environments.machines.egress import ENTRY, Egress
 from rollmill.environments.machines.namespace import wire
 from rollmill.errors import MachineError
@@ -128,7 +128,8 @@ class AgentMachine(ABC):
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
         order = Order(argv, **options)
         header, began = self._header("exec", order), time.monotonic()
-        answer = await self._request(header, order.stdin, timeout_s=order.timeout_s, max_body=order.max_output + _NOTE)
+        limit_s, most = longest(order.timeout_s), order.max_output + _NOTE
+        answer = await self._request(header, order.stdin, timeout_s=limit_s, max_body=most)
         if answer is None:
             return ExecResult(exit_code=-signal.SIGKILL, output=b"", stopped="machine")
         reply, output = answer
@@ -138,6 +139,7 @@ class AgentMachine(ABC):
             truncated=reply["truncated"],
             stopped=reply["stopped"],
             seconds=min(reply["seconds"], time.monotonic() - began),
+            starved=reply.get("starved") is True,
         )
 
     async def start(self, argv: Sequence[str], **options: Any) -> AgentProcess:

@@ -2,7 +2,8 @@
 
     create   hands out a machine that is ready, else starts one. Waits for a place; NoCapacity if none comes free
     grading  the same pool for machines that grade: they have a queue of their own, which goes first. Each of them ends
-             what an episode began, and there are only as many as episodes were played, so episodes get their turn
+             what an episode began, and there are only as many as episodes were played, so episodes get their turn.
+             A command of theirs that others kept from the processor is no result: its grading is repeated alone
     expect   this many machines of an image will be needed soon: `tend` starts them ahead, and pauses them
     tend     a task: starts what is expected, closes what nobody took, and machines whose lease is over
 
@@ -28,6 +29,7 @@ from pydantic import Field
 from rollmill.config import Config
 from rollmill.environments.machine import Machine, MachineHost, Snapshot, export, release, slowdown
 from rollmill.environments.machines.pooled import PooledMachine
+from rollmill.environments.machines.turns import Turns
 from rollmill.errors import MachineError, NoCapacity, TaskError
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Pool:
         self._turn = asyncio.Lock()  # requests get places in the order in which they came,
         self._grading_turn = asyncio.Lock()  # those of grading before all others
         self._grading_waits = 0
+        self.turns = Turns()  # of gradings
         self._starting = 0
         self._held: set[PooledMachine] = set()  # in use
         self._ready: dict[str, list[tuple[float, Machine]]] = {}  # by image; with the time since when
@@ -112,7 +115,7 @@ class Pool:
                 machine = await self._host.create(image, files, snapshot=snapshot)
         if machine.capabilities.pause:
             self._pausable.add(image)
-        return self._hold(machine)
+        return self._hold(machine, self.turns if grading else None)
 
     async def fork(self, machine: Machine, count: int) -> list[PooledMachine]:
         async with contextlib.AsyncExitStack() as places:
@@ -160,8 +163,8 @@ class Pool:
         ready = sum(map(len, self._ready.values()))
         return {"starting": self._starting, "ready": ready, "in_use": len(self._held)}
 
-    def _hold(self, machine: Machine) -> PooledMachine:
-        pooled = PooledMachine(self, machine, self.config.pause_after_s)
+    def _hold(self, machine: Machine, turns: Turns | None = None) -> PooledMachine:
+        pooled = PooledMachine(self, machine, self.config.pause_after_s, turns)
         self._held.add(pooled)
         return pooled
 
@@ -297,6 +300,7 @@ class GradingPool:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.slowdown, self.export, self.release = pool.slowdown, pool.export, pool.release
+        self.turn = pool.turns.take
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None

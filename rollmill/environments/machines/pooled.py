@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from rollmill.environments.machine import Capabilities, ExecResult, Machine, Process, Snapshot
+from rollmill.environments.machines.turns import Turns
 from rollmill.environments.trees import pack_tree
-from rollmill.errors import MachineError
+from rollmill.errors import MachineError, Overcommitted
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,13 @@ class PooledMachine:
     A machine with a process of its own (`start`) or a port (`listen`) is not paused: something may be going on in it.
     """
 
-    def __init__(self, pool: Owner, machine: Machine, pause_after_s: float) -> None:
+    def __init__(self, pool: Owner, machine: Machine, pause_after_s: float, turns: Turns | None = None) -> None:
+        """`turns`: it grades, in one of these."""
         self.capabilities: Capabilities = machine.capabilities
         self.image = machine.image
         self._pool = pool
         self._machine = machine
+        self._turns = turns
         self._pause_after_s = pause_after_s if machine.capabilities.pause else 0.0  # 0: never
         self._switching = asyncio.Lock()  # pausing and resuming
         self._paused = False  # by this class, not by its user
@@ -56,7 +59,13 @@ class PooledMachine:
 
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
         async with self._in_use() as machine:
-            return await machine.exec(argv, **options)
+            result = await machine.exec(argv, **options)
+        if result.starved and self._turns is not None and not self._turns.alone:
+            raise Overcommitted(
+                "a command that grades got almost no processor time before its limit",
+                hint="lower `rollouts.concurrency`, or give the machines processors of their own",
+            )
+        return result
 
     async def start(self, argv: Sequence[str], **options: Any) -> Process:
         async with self._in_use() as machine:

@@ -1,4 +1,5 @@
-"""Limits memory and processes of a whole machine, where this user may write control groups.
+"""Limits memory and processes of a whole machine, and gives each machine the same share of the processor, where this
+user may write control groups.
 
 Slots are made once and reused: a slot belongs to one machine at a time. Both versions of control groups work. The slots
 lie below the nearest ancestor of our own group that lets us create groups with these controllers.
@@ -19,6 +20,8 @@ from typing import NamedTuple
 _ROOT = "/sys/fs/cgroup"
 _UNIFIED = ""  # the controller name of version 2, as /proc/self/cgroup has it
 _LIMIT_FILES = {"memory": ("memory.limit_in_bytes", "memory.max"), "pids": ("pids.max", "pids.max")}  # version 1, 2
+_SHARE = "cpu"  # the controller; a group has one share unless something is written
+_SHARE_FILES, _ONE_SHARE, _MOST_SHARES = ("cpu.shares", "cpu.weight"), (1024, 100), 100  # version 1, 2
 _EVENT_FILES = ("memory.oom_control", "memory.events")  # version 1, 2
 _COMMANDS = "user.slice"  # the name that commands see
 _OWN = 16 << 20  # bytes of memory of pid 1 and its keeper, beside what commands may use
@@ -57,12 +60,15 @@ class Groups(NamedTuple):
 
     @property
     def controllers(self) -> list[str]:
-        return sorted(_LIMIT_FILES) if _UNIFIED in self.parents else sorted(self.parents)
+        if _UNIFIED not in self.parents:
+            return sorted(self.parents)
+        return sorted([*_LIMIT_FILES, *([_SHARE] if _divides(self.parents[_UNIFIED]) else [])])
 
     def make_slot(self, number: int) -> Slot:
         """OSError: the kernel refuses, or this process may not open more files. Then nothing of it stays open."""
         opened: list[int] = []
         try:
+            self._share_among(number + 1)
             if _UNIFIED in self.parents:
                 return self._make_unified(number, opened)
             return self._make_divided(number, opened)
@@ -70,6 +76,15 @@ class Groups(NamedTuple):
             for file in opened:
                 os.close(file)
             raise
+
+    def _share_among(self, slots: int) -> None:
+        """All slots together have a share for each: with one alone, a busy host would starve all of them."""
+        version = int(_UNIFIED in self.parents)
+        parent = self.parents.get(_UNIFIED if version else _SHARE)
+        if parent is not None:
+            with contextlib.suppress(OSError):
+                shares = _ONE_SHARE[version] * min(slots, _MOST_SHARES)
+                _write_at(parent, _SHARE_FILES[version], str(shares))
 
     def _make_unified(self, number: int, opened: list[int]) -> Slot:
         directory = _make_directory(self.parents[_UNIFIED], f"m{number}")
@@ -86,7 +101,8 @@ class Groups(NamedTuple):
             directory = _make_directory(parent, f"m{number}")
             try:
                 own = _OWN if self.apart and controller == "memory" else 0
-                _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller] + own))
+                if controller in self.limits:
+                    _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller] + own))
                 members.append(os.open("cgroup.procs", os.O_WRONLY, dir_fd=directory))
                 opened.append(members[-1])
                 if controller == "memory":
@@ -128,7 +144,7 @@ def find(memory: int, processes: int) -> Groups | None:
         if directory is not None:
             return Groups(name, {_UNIFIED: directory}, limits)
     parents = {}
-    for controller in _LIMIT_FILES:
+    for controller in (*_LIMIT_FILES, _SHARE):
         if controller in own:
             directory = _nearest(f"{_ROOT}/{controller}", own[controller], name, unified=False)
             if directory is not None:
@@ -159,6 +175,8 @@ def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
             try:
                 if unified:
                     _write_at(directory, "cgroup.subtree_control", "+memory +pids")
+                    with contextlib.suppress(OSError):  # it is not always delegated
+                        _write_at(directory, "cgroup.subtree_control", f"+{_SHARE}")
                 return directory
             except OSError:
                 os.close(directory)
@@ -185,7 +203,7 @@ def _make_locked(path: str) -> int:
 def sweep() -> None:
     """Remove the groups of machine hosts that were killed, wherever `find` may have made them."""
     own = _own_groups()
-    mounts = [(f"{_ROOT}/{controller}", own[controller]) for controller in _LIMIT_FILES if controller in own]
+    mounts = [(f"{_ROOT}/{controller}", own[controller]) for controller in (*_LIMIT_FILES, _SHARE) if controller in own]
     if _UNIFIED in own:
         mounts += [(_ROOT, own[_UNIFIED]), (f"{_ROOT}/unified", own[_UNIFIED])]
     for mount, path in mounts:
@@ -218,6 +236,15 @@ def _remove_unlocked(path: str) -> None:
                 os.rmdir(group)
     finally:
         os.close(directory)
+
+
+def _divides(directory: int) -> bool:
+    """Whether groups below a version 2 group have shares."""
+    file = os.open("cgroup.subtree_control", os.O_RDONLY, dir_fd=directory)
+    try:
+        return _SHARE.encode() in os.read(file, 4096).split()
+    finally:
+        os.close(file)
 
 
 def _make_directory(parent: int, name: str) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from rollmill.environments.machines.namespace import cgroups, kernel, layout, seccomp, terminal, warm_python, wire
+from rollmill.environments.machines.namespace.clock import Clock
 from rollmill.environments.machines.namespace.memory import Watchdog
 
 GROUP = 4  # in pid 1: the open file by which a command enters its control group (cgroups.py), if it has one
@@ -30,6 +31,7 @@ class Order(NamedTuple):
     max_output: int
     pty: list[int] | None = None  # rows and columns of its terminal; None: it has none
     user: str | None = None  # "root": see `_call_root`
+    longest_s: float = 0.0  # `timeout_s` and what the machine may be kept from the processor, see clock.py
 
 
 class Confinement(NamedTuple):
@@ -58,7 +60,8 @@ def run(
     pid, reading = (ready.begin(order) if ready is not None else None) or _begin(order, confinement)
     try:
         output = _Output(order.max_output)
-        stopped = _watch(pid, reading, output, connection, started + order.timeout_s, watchdog, meanwhile)
+        deadline = _Deadline(started, order.timeout_s, order.longest_s)
+        stopped = _watch(pid, reading, output, connection, deadline, watchdog, meanwhile)
         status = end(pid, stopped)
         while output.take(reading):  # the rest of the pipe; all its writers are dead
             pass
@@ -72,8 +75,30 @@ def run(
         "truncated": output.total > order.max_output,
         "stopped": stopped,
         "seconds": time.monotonic() - started,
+        "starved": stopped == "time" and deadline.starved,
     }
     return result, output.bytes()
+
+
+class _Deadline:
+    """The end of a command's time. It moves while others of the host have all processors."""
+
+    def __init__(self, started: float, timeout_s: float, longest_s: float) -> None:
+        self.at = started + timeout_s
+        self._room = max(longest_s - timeout_s, 0.0)  # by which it may move
+        self._moved = 0.0
+        self._clock = Clock() if self._room else None
+
+    def move(self) -> None:
+        if self._clock is not None:
+            by = min(self._clock.look(), self._room - self._moved)
+            self._moved += by
+            self.at += by
+
+    @property
+    def starved(self) -> bool:
+        """It moved nearly as far as it may."""
+        return self._moved > 0.75 * self._room > 0.0
 
 
 class Ready(NamedTuple):
@@ -290,7 +315,7 @@ def _watch(
     reading: int,
     output: _Output,
     connection: int,
-    deadline: float,
+    deadline: _Deadline,
     watchdog: Watchdog,
     meanwhile: Callable[[], None],
 ) -> Literal["time", "memory", "processes"] | None:
@@ -303,14 +328,17 @@ def _watch(
     try:
         while True:
             now = time.monotonic()
-            if now >= deadline:
-                return "time"
+            if now >= deadline.at:
+                deadline.move()
+                if now >= deadline.at:
+                    return "time"
             if now >= next_count:
                 meanwhile()
+                deadline.move()
                 if limit := watchdog.exceeded():
                     return limit
                 next_count = now + watchdog.interval_s
-            ready = dict(poll.poll((min(deadline, next_count) - now) * 1000))
+            ready = dict(poll.poll((min(deadline.at, next_count) - now) * 1000))
             if connection in ready:
                 if wire.receive(connection) is None:
                     os._exit(0)  # the client is gone

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollmill.environments.machine import Capabilities, ExecResult, Order, ProcessState, Snapshot
+from rollmill.environments.machine import Capabilities, ExecResult, Order, ProcessState, Snapshot, longest
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.remote.ports import RemotePort
 from rollmill.environments.placement import Place
@@ -47,7 +47,7 @@ class RemoteMachine:
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
         order, began = Order(argv, **options), time.monotonic()
         reply, output = await self._ask(
-            "exec", order.header(), order.stdin, timeout_s=order.timeout_s, max_body=order.max_output + _NOTE
+            "exec", order.header(), order.stdin, timeout_s=longest(order.timeout_s), max_body=order.max_output + _NOTE
         )
         try:
             if reply["stopped"] not in _STOPPED or not math.isfinite(float(reply["seconds"])):
@@ -58,6 +58,7 @@ class RemoteMachine:
                 truncated=bool(reply["truncated"]),
                 stopped=reply["stopped"],
                 seconds=min(max(float(reply["seconds"]), 0.0), time.monotonic() - began),
+                starved=reply.get("starved") is True,
             )
         except (KeyError, TypeError, ValueError):
             raise MachineError(f"the host {self.place.name} answered nonsense to a command") from None

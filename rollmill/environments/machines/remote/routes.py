@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollmill.environments.machine import ProcessState, Snapshot
+from rollmill.environments.machine import ProcessState, Snapshot, longest
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.remote.ports import serve_connection, serve_port
 from rollmill.environments.machines.remote.service import Kept, Lent, Service
@@ -113,7 +113,7 @@ class Routes:
         """
         lent = self._find(request)
         header, body = await _frame(request)
-        lent.ends = time.monotonic() + LEASE_S + float(header.get("timeout_s", 0.0))
+        lent.ends = time.monotonic() + LEASE_S + longest(float(header.get("timeout_s", 0.0)))
         try:
             return _answer(*await self._serve(lent, request.match_info["operation"], header, body))
         except OSError as error:
