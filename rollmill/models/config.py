@@ -99,7 +99,7 @@ class ModelConfig(Config):
     gate_bias: bool = Field(
         False,
         description="A bias is added to the scores for choosing experts, not for weighting them: it balances the load "
-        "without a loss.",
+        "without a loss. The stages' `gate_bias_rate` says how fast it follows the load.",
     )
     gate_groups: int = Field(
         default=1,

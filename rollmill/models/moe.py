@@ -127,6 +127,17 @@ class Router(nn.Module):
         return scores_NE, ranks_NE.topk(self._k, dim=-1).indices
 
 
+@torch.no_grad()
+def move_gate_biases(model: nn.Module, load_LE: Tensor, rate: float) -> None:
+    """Make each expert that was chosen less often than the mean likelier by `rate`, and each other one less likely.
+    `load_LE` counts the choices of all tokens of a step. Models without a gate's bias stay as they are."""
+    load_LE = load_LE.double()  # counts are exact, so every rank moves alike
+    direction_LE = (load_LE.mean(1, keepdim=True) - load_LE).sign()
+    for router in model.modules():
+        if isinstance(router, Router) and router.bias is not None:
+            router.bias.add_(direction_LE[router._moe_layer].to(router.bias), alpha=rate)
+
+
 class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()

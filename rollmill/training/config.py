@@ -343,6 +343,13 @@ class RLConfig(Config):
         description="A recorded expert is replaced if its score is below this fraction of the weakest live choice's. 0 "
         "replays every recorded expert.",
     )
+    gate_bias_rate: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How far each step moves the gate's bias of an expert towards an even load, as in mid-training. 0: "
+        "biases stay frozen, so that the policy moves by its gradient alone.",
+    )
 
     @field_validator("loss", mode="before")
     @classmethod
@@ -405,6 +412,13 @@ class MidtrainConfig(Config):
         ge=0,
         description="Weight of the loss that spreads tokens evenly over experts. 0 turns it off; too large costs "
         "quality.",
+    )
+    gate_bias_rate: float = Field(
+        default=0.001,
+        ge=0,
+        allow_inf_nan=False,
+        description="How far each step moves the gate's bias of an expert: up if it was chosen less often than the "
+        "mean, else down. Only for models with `gate_bias`. 0 leaves the biases as they are.",
     )
     heldout_every: int = Field(
         default=100, ge=1, description="Steps between measurements of the loss on held-out documents."

@@ -6,6 +6,7 @@ computed before it, under the weights that the step trains from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,12 +73,12 @@ class PolicyGradient:
             policy = placement.recompute(model, part, replay)
             passes.append(self._backward_part(policy, part, reference_M, shared))
             router.add(policy.routings, policy.replay)
-        return {
-            "loss": sum(torch.stack([each.loss for each in passes]).tolist()) if passes else 0.0,
-            "tokens": sum(len(part.tokens_N) for part in parts),
-            **_figures(parts, passes, shared),
-            **router.over_ranks(placement).figures(),
-        }
+        loss = sum(torch.stack([each.loss for each in passes]).tolist()) if passes else 0.0
+        router.over_ranks(placement)
+        if math.isfinite(loss):  # otherwise the step changes nothing
+            router.move_gate_biases(model, self._config.gate_bias_rate)
+        tokens = sum(len(part.tokens_N) for part in parts)
+        return {"loss": loss, "tokens": tokens, **_figures(parts, passes, shared), **router.figures()}
 
     def _kl_advantages(self, sequences: StepSequences, references: Sequence[Tensor | None]) -> np.ndarray | None:
         """float64 [T]: what the KL of each trajectory adds to its advantage, if KL is subtracted from the reward."""

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmill.models.moe import Replay, Routing, expert_counts
+from rollmill.models.decoder import Decoder
+from rollmill.models.moe import Replay, Routing, expert_counts, move_gate_biases
 from rollmill.training.batching import MicroBatch
 from rollmill.training.placement import Placement
 from rollmill.training.step import moved
@@ -96,6 +97,11 @@ class RouterMeasures:
         columns = zip(*placement.gather([self._tokens, self._rows, *on_host]), strict=True)
         self._tokens, self._rows, self._load, self._counts, self._moved = (sum(column) for column in columns)
         return self
+
+    def move_gate_biases(self, model: Decoder, rate: float) -> None:
+        """After `over_ranks`: by the load of the whole step, on every rank alike."""
+        if rate and isinstance(self._load, Tensor):
+            move_gate_biases(model, self._load, rate)
 
     def figures(self) -> dict[str, Any]:
         """Values are None if nothing was replayed: no measurement is not agreement."""

@@ -5,8 +5,9 @@ import torch
 
 from rollmill.errors import TrainingError
 from rollmill.models.attention import PackedAttention, packed_positions
+from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, DecoderOutput
-from rollmill.models.moe import Replay, router_stats
+from rollmill.models.moe import Replay, expert_counts, move_gate_biases, router_stats
 from tests.models.reference import TINY, make_decoder
 
 LENGTHS = [30, 30]
@@ -118,3 +119,33 @@ def test_routes_of_another_model_are_refused() -> None:
     model = make_decoder()
     with pytest.raises(TrainingError, match="cannot replay"):
         _run(model, _everywhere(torch.zeros(TOKENS, 3, 2, dtype=torch.uint8)))
+
+
+def test_gate_biases_move_by_the_sign_of_the_load() -> None:
+    config = ModelConfig(
+        vocab_size=64, layers=3, dense_layers=1, width=16, heads=2, kv_heads=2, head_dim=8, experts=4, gate_bias=True
+    )
+    model = Decoder(config)
+    model.initialise(0)
+    move_gate_biases(model, torch.tensor([[4, 0, 8, 4], [9, 9, 9, 9]]), 0.5)
+    assert [layer.mlp.router.bias.tolist() for layer in model.layers[1:]] == [[0.0, 0.5, -0.5, 0.0], [0.0] * 4]
+    plain = Decoder(config.model_copy(update={"gate_bias": False}))
+    move_gate_biases(plain, torch.ones(2, 4), 0.5)
+    assert all(layer.mlp.router.bias is None for layer in plain.layers[1:])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02])
+def test_a_moving_bias_spreads_the_load(rate: float) -> None:
+    """Without any loss for it: some experts would be chosen far too often."""
+    config = ModelConfig(
+        vocab_size=64, layers=1, width=16, heads=2, kv_heads=2, head_dim=8, experts=16, gate="sigmoid", gate_bias=True
+    )
+    model = Decoder(config)
+    model.initialise(0)
+    router, generator = model.layers[0].mlp.router, torch.Generator().manual_seed(0)
+    skew = torch.randn(1, 16, generator=generator)
+    for _ in range(100):
+        routing, _ = router(skew + 0.3 * torch.randn(256, 16, generator=generator), None)
+        load = expert_counts(routing.chosen, 16)
+        move_gate_biases(model, load.unsqueeze(0), rate)
+    assert (load.max() / load.float().mean() < 2) == (rate > 0), load

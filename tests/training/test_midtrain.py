@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmill import telemetry
+from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
@@ -24,9 +25,15 @@ def counting(index: int, seed: int = 5) -> tuple[list[int], list[bool]]:
     return tokens, [place > 1 for place in range(length)]
 
 
-def make_trainer(path: Path, documents=counting, training: TrainingConfig | None = None) -> tuple[Trainer, WeightStore]:
+def make_trainer(
+    path: Path,
+    documents=counting,
+    training: TrainingConfig | None = None,
+    model: ModelConfig = MODEL,
+    **settings: float,
+) -> tuple[Trainer, WeightStore]:
     objective = MidtrainObjective(
-        MidtrainConfig(documents_per_step=8, publish_every=10),
+        MidtrainConfig(documents_per_step=8, publish_every=10, **settings),  # type: ignore[arg-type]
         generated(documents),
         max_context=MODEL.max_context,
         tokens_per_microbatch=64,
@@ -34,7 +41,7 @@ def make_trainer(path: Path, documents=counting, training: TrainingConfig | None
     training = training or TrainingConfig(checkpoint_every=7, optimizer=OptimizerConfig(lr=0.02, warmup_steps=3))
     objects = Objects.open(path / "store")
     weights = WeightStore(objects)
-    return Trainer(training, MODEL, objective, weights, objects, "base", steps=STEPS, seed=5), weights
+    return Trainer(training, model, objective, weights, objects, "base", steps=STEPS, seed=5), weights
 
 
 def test_loss_falls_and_versions_are_published_at_intervals(tmp_path: Path):
@@ -59,6 +66,30 @@ def test_resume_is_exact_from_any_checkpoint(tmp_path: Path):
     digests = {manifest.step: manifest.digest for manifest in expected.versions("base")}
     resumed_digests = {manifest.step: manifest.digest for manifest in weights.versions("base")}
     assert resumed_digests.items() >= digests.items() and set(resumed_digests) - set(digests) == {12}
+
+
+BIASED = MODEL.model_copy(update={"gate": "sigmoid", "gate_bias": True})
+
+
+def test_gate_biases_follow_the_load_and_are_published_and_resumed(tmp_path: Path) -> None:
+    def biases(weights: WeightStore, number: int) -> np.ndarray:
+        tensors = weights.load(Version("base", number))
+        return np.stack([each.data.view(np.float32) for name, each in tensors.items() if name.endswith("router.bias")])
+
+    frozen, kept = make_trainer(tmp_path / "frozen", model=BIASED, balance=0.0, gate_bias_rate=0.0)
+    frozen.run(20)
+    assert not biases(kept, 2).any()
+    straight, expected = make_trainer(tmp_path / "straight", model=BIASED, balance=0.0, gate_bias_rate=0.01)
+    straight.run(20)
+    moved = biases(expected, 2)
+    assert len(moved) == MODEL.moe_layers and 0.01 <= np.abs(moved).max() <= 0.2001
+    assert np.allclose(moved, np.round(moved / 0.01) * 0.01, atol=1e-6), "each step moves by the rate, or not at all"
+    make_trainer(tmp_path / "stopped", model=BIASED, balance=0.0, gate_bias_rate=0.01)[0].run(12)
+    resumed, weights = make_trainer(tmp_path / "stopped", model=BIASED, balance=0.0, gate_bias_rate=0.01)
+    resumed.run(20)
+    assert [m.digest for m in weights.versions("base") if m.step == 20] == [
+        expected.manifest(Version("base", 2)).digest
+    ]
 
 
 def test_other_documents_start_a_new_line(tmp_path: Path):

@@ -10,6 +10,7 @@ documents of the next step while a step trains.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -141,7 +142,10 @@ class MidtrainObjective:
         # read last, when everything is queued: reading waits for the device
         total = sum(torch.stack(losses).tolist()) if losses else 0.0
         figures = {"loss": total, "tokens": tokens, "targets": targets, **counts}
-        return {**figures, **router.over_ranks(placement).load_figures()}
+        router.over_ranks(placement)
+        if math.isfinite(total):  # otherwise the step changes nothing
+            router.move_gate_biases(model, self._config.gate_bias_rate)
+        return {**figures, **router.load_figures()}
 
     def fill(self, batch: DocumentBatch) -> dict[str, Any]:
         """Pack the documents of a step. Returns how many there are by source and by what was done to them, and how long

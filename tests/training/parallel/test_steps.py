@@ -9,16 +9,18 @@ import torch
 
 from rollmill.models.host import load_host, to_host
 from rollmill.storage.objects import Objects
-from rollmill.training.config import OptimizerConfig, TrainingConfig
+from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
 from rollmill.training.forms import publisher_of
+from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.parallel.world import World
 from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
-from tests.training.parallel.cases import ADAMW, MUON, Run, Shape, make_model
+from tests.training.parallel.cases import ADAMW, MUON, Run, Shape, make_model, make_placed
 from tests.training.parallel.ranks import run_ranks
+from tests.training.streams import generated
 
 pytestmark = pytest.mark.slow
 
@@ -205,3 +207,27 @@ def test_meshes_must_cut_evenly() -> None:
     with pytest.raises(ValueError, match="must divide the model's 4 experts"):
         TrainingConfig(ranks=8, expert_parallel=8).check_model(4)
     TrainingConfig(ranks=4, expert_parallel=2, context_parallel=4).check_model(4)
+
+
+def balance(world: World | None, shape: Shape) -> dict[str, torch.Tensor]:
+    """The gate's biases after two steps."""
+    model, placement = make_placed(world, "mixture", shape)
+    documents = [([(7 * index + place) % 24 for place in range(5 + index)], [True] * (5 + index)) for index in range(8)]
+    objective = MidtrainObjective(
+        MidtrainConfig(documents_per_step=4, gate_bias_rate=0.25),
+        generated(lambda index: documents[index]),
+        max_context=64,
+        tokens_per_microbatch=24,
+    )
+    for number in (1, 2):
+        batch = objective.next_batch(number, 0.0, None, lambda: False)  # type: ignore[arg-type]
+        assert batch is not None
+        objective.backward(model, batch, lambda: None, placement)
+    return {name: each.clone() for name, each in model.named_buffers() if name.endswith("router.bias")}
+
+
+def test_gate_biases_move_alike_on_all_ranks(tmp_path: Path) -> None:
+    alone, before = balance(None, (1, 1, 1)), dict(make_model("mixture").named_buffers())
+    assert any(not torch.equal(each, before[name]) for name, each in alone.items())
+    for found in run_ranks(tmp_path / "ranks", 2, balance, (2, 2, 1)):
+        assert found.keys() == alone.keys() and all(torch.equal(found[name], each) for name, each in alone.items())
