@@ -173,6 +173,7 @@ class Gateway:
             self._metrics,
             access,
             self._router.names,
+            self._router.served,
             self._router.window,
             workers,
         )
@@ -313,6 +314,7 @@ class Gateway:
             "sessions": len(self._registry),
             "waiting": self._router.places.waiting,
             "log_fsyncs_total": self._recorder.fsyncs,
+            "ambiguous_histories_total": self._registry.ambiguous,
         }
         for engine in self._router.engines:
             gauges[f'engine_alive{{url="{engine.url}"}}'] = int(engine.alive)

@@ -133,7 +133,9 @@ class Completions:
         if segment is not None and (segment.turns[-1].answer.top_logprobs or not request.top_logprobs):
             return await self._repeat(session, segment, ask, stream)
         try:
-            recorded = await self._new_answers(session, ask, stream)
+            beating = stream.beating(self._config.heartbeat_s) if stream else contextlib.nullcontext()
+            async with beating:
+                recorded = await self._new_answers(session, ask, stream)
         except GatewayError as error:
             if stream is None or not stream.begun:
                 raise
@@ -234,7 +236,8 @@ class Completions:
         ask = GenerateRequest(plan.cache, plan.tokens, sampling, facts.traffic, facts.min_version, facts.line)
         ask.top_logprobs = request.top_logprobs
         one_call = request.one_call and bool(plan.tools) and can_cut(self._format)
-        first_call = FirstCall(self._format, self._tokenizer, plan.tools) if one_call else None
+        callable = [*plan.tools, *request.deferred]
+        first_call = FirstCall(self._format, self._tokenizer, callable) if one_call else None
         builder = AnswerBuilder(ask, self._tokenizer, request.stop, first_call)
         piecemeal = request.stream or bool(request.stop) or one_call or sampling.max_tokens > self._config.stream_above
         wait = session.waits.begin()
@@ -273,7 +276,7 @@ class Completions:
             await chunks.aclose()
         if not builder.tokens and builder.finish == "length":
             raise _too_long(len(plan.tokens))
-        return builder.build(None if request.prompt is not None else self._format, plan.tools), failure
+        return builder.build(None if request.prompt is not None else self._format, callable), failure
 
     async def _record(self, session: Session, turn: Turn) -> None:
         """Write the turn to disk. A rollout waits for the disk, production for at most `record_wait_s`."""
@@ -364,6 +367,8 @@ class Completions:
             "answers": [f"{each.segment.id}/{each.segment.number_of(each.answer)}" for each in recorded],
             "policies": [vars(policy) for policy in policies],
         }
+        if request.dropped:
+            about["dropped_tools"] = list(request.dropped)
         return Reply(
             request,
             identity,

@@ -60,6 +60,12 @@ class GatewayConfig(Config):
         description="Divides the production sessions that ask for a model between names, by weight, for a canary: "
         "`split = {rollmill = {live = 0.95, candidate = 0.05}}`. A session keeps what it got.",
     )
+    aliases: dict[str, str] = Field(
+        default_factory=dict,
+        description="Names of models that clients ask for, and the name that is served instead: "
+        '`aliases = {"claude-*" = "rollmill"}`. `*` stands for any text, so `"*"` takes every name. The first that '
+        "fits counts. Names that are served need none.",
+    )
     engine_requests: int = Field(
         default=1024, ge=1, description="Most requests that one engine gets at the same time; the others wait."
     )
@@ -106,6 +112,13 @@ class GatewayConfig(Config):
     )
     body_wait_s: float = Field(
         default=60.0, gt=0, description="Seconds in which a request body must arrive; a slower one gets status 408."
+    )
+    heartbeat_s: float = Field(
+        default=40.0,
+        gt=0,
+        description="Seconds of silence after which a streamed answer gets a heartbeat, also while its request waits "
+        "for an engine. From then on an error is told in the stream, no longer as a status. Keep it below the time "
+        "after which clients and proxies give up.",
     )
     reader_wait_s: float = Field(
         default=60.0,

@@ -49,6 +49,11 @@ class ModelRequest:
     one_call: bool = False  # the answer ends behind its first tool call
     prompt: str | list[int] | None = None  # the context itself, instead of messages
     options: Mapping[str, Any] = field(default_factory=dict)  # read again only by the dialect that parsed the request
+    deferred: list[Tool] = field(default_factory=list)  # tools that the prompt does not list, and the model may call
+    ignored: tuple[str, ...] = ()  # fields that were accepted without effect
+    dropped: tuple[str, ...] = ()  # kinds of tools that cannot be served and were left out
+    session: str = ""  # the conversation that the body itself names
+    cache_key: str = ""  # groups requests of one conversation, or of several: see gateway.registry
 
 
 class TokenLogprob(NamedTuple):
@@ -107,6 +112,10 @@ class StreamWriter(Protocol):
     def start(self, prompt_tokens: int) -> bytes: ...
 
     def delta(self, index: int, delta: Delta) -> bytes: ...
+
+    def heartbeat(self) -> bytes:
+        """What tells a waiting client that its answer is still worked on."""
+        ...
 
     def finish(self, reply: Reply) -> bytes:
         """What follows the last delta: tool calls, the reason of the end, usage."""

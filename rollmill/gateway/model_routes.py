@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,18 +21,20 @@ from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.dialects.openai_completions import OpenAICompletions
 from rollmill.gateway.dialects.responses import OpenAIResponses, session_of
 from rollmill.gateway.routing.targets import DEFAULT
-from rollmill.gateway.sessions.identity import check_named, named_session
+from rollmill.gateway.sessions.identity import agent_session, check_named, named_session
 from rollmill.gateway.sessions.registry import Registry, session_in
-from rollmill.gateway.sessions.sessions import Session
-from rollmill.gateway.sessions.stored import Stored, no_such_response
+from rollmill.gateway.sessions.sessions import Session, is_id
+from rollmill.gateway.sessions.stored import Stored, no_such_item, no_such_response
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.workers import Workers, opening
 
+log = logging.getLogger(__name__)
 OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()
 
 
 class ModelRoutes:
-    """`model_names` returns the names that a request may ask for; the first stands for no name. `window` returns the
+    """`model_names` returns the names that a request may ask for; the first stands for no name. `served` returns the
+    one of them that a name is an alias of, see `gateway.aliases`. `window` returns the
     tokens of context that every engine has, or None if no engine tells."""
 
     def __init__(
@@ -43,6 +46,7 @@ class ModelRoutes:
         metrics: Metrics,
         access: Access,
         model_names: Callable[[], Sequence[str]],
+        served: Callable[[str], str],
         window: Callable[[], int | None],
         workers: Workers,
     ) -> None:
@@ -54,8 +58,10 @@ class ModelRoutes:
         self._access = access
         self._privacy = Privacy(config.consent, config.redaction)
         self._model_names = model_names
+        self._served = served
         self._window = window
         self._responses = OpenAIResponses()
+        self._told: set[tuple[str, str]] = set()  # what was named in the log: few, names are those of the dialects
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
@@ -119,16 +125,18 @@ class ModelRoutes:
         asked = await self._parsed(request, self._responses)
         previous = asked.options["previous"]
         if self._workers.shares:
-            name = session_in(given_key(request)) or (previous and session_of(previous)) or named_session(request)
-            name = name or opening(asked.messages)
+            name = session_in(given_key(request)) or (previous and session_of(previous))
+            name = name or _named(request, asked) or opening(asked.messages)
             if self._workers.elsewhere(request, name):
                 return await self._workers.forward(request, name)
         admitted = await self._admit(request)
         stored = self._find_stored(previous, admitted) if previous else None
         if stored is not None and isinstance(admitted, Key):
             self._check_owner(stored, admitted, self._privacy.consent(request.headers, admitted.consent, asked), asked)
-        asked = self._responses.continued(asked, stored)
-        name = stored.trajectory if stored is not None else named_session(request)
+        consent = self._privacy.consent(request.headers, admitted.consent, asked) if isinstance(admitted, Key) else ""
+        items = _StoredItems(self._registry, admitted, asked.user, consent)
+        asked = self._responses.continued(self._responses.resolved(asked, self._limits, items.find), stored)
+        name = stored.trajectory if stored is not None else items.trajectory or named_session(request)
         return await self._answer_in(request, self._responses, name, admitted, asked)
 
     async def response(self, request: web.Request) -> web.StreamResponse:
@@ -165,10 +173,11 @@ class ModelRoutes:
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         request = None
         if self._workers.shares:
-            name = session_in(given_key(http)) or named_session(http)
+            name = session_in(given_key(http)) or named_session(http) or agent_session(http.headers)
             if name is None:
                 request = await self._parsed(http, dialect)
-                name = opening(request.messages) if request.messages else None  # a prompt: any worker's
+                # a prompt: any worker's
+                name = _named(http, request) or (opening(request.messages) if request.messages else None)
             if name is not None and self._workers.elsewhere(http, name):
                 return await self._workers.forward(http, name)
         admitted = await self._admit(http)
@@ -187,6 +196,7 @@ class ModelRoutes:
         self, http: web.Request, dialect: Dialect, name: str | None, admitted: Session | Key, request: ModelRequest
     ) -> web.StreamResponse:
         self._check_model(request.model)
+        self._tell_ignored(dialect, request)
         if isinstance(admitted, Session):
             check_named(name, admitted)
             session = admitted
@@ -198,7 +208,12 @@ class ModelRoutes:
             consent = self._privacy.consent(http.headers, admitted.consent, request)
             request = await self._with_tokens(await self._redacted(request))
             session = self._registry.production(
-                name, request.user, request.messages, key_id=admitted.id, consent=consent
+                name or _named(http, request),
+                request.user,
+                request.messages,
+                key_id=admitted.id,
+                consent=consent,
+                cache_key=request.cache_key,
             )
         if session.facts.traffic == "production" and self._privacy.redacts:
             given = request
@@ -215,6 +230,17 @@ class ModelRoutes:
                 f"the consent of this session is {own[:80]!r}, and that of this request {asked!r}",
                 hint="open another session; with redaction, a prompt of token ids is never stored",
             )
+
+    def _tell_ignored(self, dialect: Dialect, request: ModelRequest) -> None:
+        """Counts what has no effect, and names each field and kind of tool once in the log."""
+        for name in request.ignored:
+            self._metrics.count("ignored_fields_total", field=name, dialect=dialect.name)
+        for name in request.dropped:
+            self._metrics.count("dropped_tools_total", tool=name, dialect=dialect.name)
+        for name in (*request.ignored, *request.dropped):
+            if (dialect.name, name) not in self._told:
+                self._told.add((dialect.name, name))
+                log.info("requests of %s have %r: it is accepted without effect", dialect.name, name)
 
     async def _redacted(self, request: ModelRequest) -> ModelRequest:
         if not self._privacy.redacts:
@@ -250,13 +276,42 @@ class ModelRoutes:
         if name in ("", DEFAULT):
             return
         names = self._model_names()
-        if name not in names:
+        if self._served(name) not in names:
             raise GatewayError(
                 "there is no model of this name",
                 status=404,
-                hint=f"one of {', '.join(names[:8])}, or leave it out",
+                hint=f"one of {', '.join(names[:8])}, or leave it out; gateway.aliases can take other names",
                 code="model_not_found",
             )
+
+
+class _StoredItems:
+    """The stored items that a request refers to. They are of one session, which the request continues."""
+
+    def __init__(self, registry: Registry, admitted: Session | Key, user: str, consent: str) -> None:
+        self._registry, self._admitted, self._user, self._consent = registry, admitted, user, consent
+        self.trajectory: str | None = None
+
+    def find(self, id: str) -> dict[str, Any]:
+        """Raises 404 for an item that is not the caller's own."""
+        trajectory, body = self._registry.responses.with_item(id)
+        session, caller = self._registry.get(trajectory), self._admitted
+        if session is None or (
+            session is not caller
+            if isinstance(caller, Session)
+            else not self._registry.owns(session, key_id=caller.id, user=self._user, consent=self._consent)
+        ):
+            raise no_such_item(id)
+        for item in body["output"]:
+            if item["id"] == id:
+                self.trajectory = trajectory
+                return dict(item)
+        raise no_such_item(id)
+
+
+def _named(http: web.Request, request: ModelRequest) -> str | None:
+    """The conversation that a production request names: itself, or as its agent does."""
+    return named_session(http) or agent_session(http.headers) or (request.session if is_id(request.session) else None)
 
 
 def dialect_of(path: str) -> Dialect:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -25,7 +25,8 @@ class _EventResponse(web.StreamResponse):
 
 
 class EventStream:
-    """Server-sent events. The stream starts with the first tokens, so earlier errors keep their own status."""
+    """Server-sent events. The stream starts with the first tokens or the first heartbeat, so earlier errors keep their
+    own status."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class EventStream:
         self._request = request
         self._tokenizer = tokenizer
         self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
-        # several answers share the stream
-        self._writing = asyncio.Lock() if request.count > 1 else contextlib.nullcontext()
+        self._writing = asyncio.Lock()  # several answers and heartbeats share the stream
+        self._spoke = asyncio.get_running_loop().time()  # when something was last sent
         # what was sent of each answer; a list of pieces would take ten times the memory
         self._sent = [io.StringIO() for _ in range(request.count)]
         self._reasoned = [io.StringIO() for _ in range(request.count)]
@@ -53,6 +54,31 @@ class EventStream:
         self.begun = False
         self._held = b""  # events that are sent with the end
         self.prompt_tokens = 0  # set before the first push
+
+    @contextlib.asynccontextmanager
+    async def beating(self, every_s: float) -> AsyncIterator[None]:
+        """In the block a heartbeat is sent whenever nothing else was for `every_s`."""
+        loop = asyncio.get_running_loop()
+        beat: asyncio.Task[None] | None = None
+
+        def look() -> None:
+            nonlocal timer, beat
+            left = self._spoke + every_s - loop.time()
+            if left <= 0 and (beat is None or beat.done()):
+                beat = loop.create_task(self._beat())
+            timer = loop.call_later(left if left > 0 else every_s, look)
+
+        timer = loop.call_later(every_s, look)  # no task: most answers end before
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if beat is not None:
+                await beat
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(ConnectionResetError):  # who writes next notices it too
+            await self._write(b"", beat=True)
 
     async def push(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], best: Best = (), *, last: bool = False
@@ -99,12 +125,14 @@ class EventStream:
             await self._write(self._writer.error(error), last=True)
         return self.response
 
-    async def _write(self, data: bytes, *, last: bool = False) -> None:
+    async def _write(self, data: bytes, *, last: bool = False, beat: bool = False) -> None:
         async with self._writing:
+            self._spoke = asyncio.get_running_loop().time()
             if not self.begun:
                 self.begun = True
                 await self.response.prepare(self._http)
                 data = self._writer.start(self.prompt_tokens) + data
+            data += self._writer.heartbeat() if beat else b""
             if data or last:
                 write = self.response.write_eof if last else self.response.write
                 await send(self._http, lambda: write(data), len(data), self._reader_wait_s)

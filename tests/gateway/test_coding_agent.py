@@ -6,24 +6,21 @@ newer. Telemetry, usage statistics and updates are off by its settings.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.gateway.conftest import Mill
+from tests.gateway.npm import installed, node, run
 from tests.gateway.test_agents import Stage
 
 pytestmark = pytest.mark.slow
 VERSION = "0.15.10"  # the last one for Node 20
 NODE = 20  # the oldest that this version runs on, as its package says
 PACKAGE = "@qwen-code/qwen-code"
-CACHE = Path(__file__).parents[2] / "build" / "npm" / f"qwen-code-{VERSION}"
 SETTINGS = {
     "telemetry": {"enabled": False},
     "privacy": {"usageStatisticsEnabled": False},
@@ -31,35 +28,16 @@ SETTINGS = {
 }
 
 
-async def run(*argv: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-    pipe = asyncio.subprocess.PIPE
-    nothing = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*argv, env=env, cwd=cwd, stdin=nothing, stdout=pipe, stderr=pipe)
-    output, errors = await process.communicate()
-    assert process.returncode == 0, (output + errors).decode(errors="replace")[-2000:]
-    return output.decode()
-
-
 @pytest.fixture
 async def qwen(record_property: Callable[[str, object], None]) -> Path:
     """The agent's program. It is installed once; the install runs no script of any package. The report says which Node
     runs it."""
-    version = (await run("node", "--version")).strip()
-    print(f"Node {version}")
+    version = await node()
     record_property("node", version)
-    assert int(version[1:].split(".")[0]) >= NODE, f"Qwen Code {VERSION} needs Node {NODE} or newer, this is {version}"
-    if not CACHE.exists():
-        CACHE.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=CACHE.parent))
-        options = ("--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--loglevel=error")
-        await run("npm", "install", "--prefix", fresh, *options, f"{PACKAGE}@{VERSION}")
-        try:
-            fresh.rename(CACHE)
-        except OSError:  # another test process was faster
-            shutil.rmtree(fresh)
-    package = json.loads((CACHE / "node_modules" / PACKAGE / "package.json").read_text())
-    assert (package["version"], package["engines"]["node"]) == (VERSION, f">={NODE}.0.0")
-    return CACHE / "node_modules" / ".bin" / "qwen"
+    assert version[0] >= NODE, f"Qwen Code {VERSION} needs Node {NODE} or newer, this is {version}"
+    modules = await installed(f"qwen-code-{VERSION}", f"{PACKAGE}@{VERSION}", optional=False)
+    assert json.loads((modules / PACKAGE / "package.json").read_text())["engines"]["node"] == f">={NODE}.0.0"
+    return modules / ".bin" / "qwen"
 
 
 @pytest.mark.parametrize("dialect", ["openai", "anthropic"])

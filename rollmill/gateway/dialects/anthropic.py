@@ -11,16 +11,23 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object, to_bytes
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
 from rollmill.gateway.dialects import fields
-from rollmill.gateway.dialects.anthropic_request import MALFORMED, parse_anthropic_tools, parse_conversation
+from rollmill.gateway.dialects.anthropic_request import (
+    MALFORMED,
+    parse_anthropic_tools,
+    parse_conversation,
+    parse_user,
+)
 from rollmill.gateway.grammars import read_forced, read_schema
 from rollmill.gateway.sessions.segments import Answer
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
-# `thinking` and `output_config.effort` are wishes: a model reasons as it was trained to
 _KNOWN = frozenset(
-    "cache_control context_management max_tokens messages metadata model output_config output_format seed service_tier"
-    " stop_sequences stream system temperature thinking tool_choice tools top_k top_p".split()
+    "max_tokens messages metadata model output_config output_format seed stop_sequences stream system temperature"
+    " tool_choice tools top_k top_p".split()
 )
+# accepted without effect: a model reasons as it was trained to, and a history is only what the client sends
+_IGNORED = frozenset("betas cache_control context_management inference_geo service_tier speed thinking".split())
+_SIGNATURE = "cm9sbG1pbGw="  # never checked; some clients send thinking without a signature back as text
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -36,15 +43,17 @@ class AnthropicMessages:
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         tree = parse_object(body)
-        fields.check_names(tree, _KNOWN, _NEUTRAL)
+        ignored = fields.check_names(tree, _KNOWN, _NEUTRAL, _IGNORED)
         max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
-        user = (fields.field(tree, "metadata", dict) or {}).get("user_id")
+        user, session = parse_user(tree)
         choice = fields.field(tree, "tool_choice", dict) or {"type": "auto"}
-        tools = parse_anthropic_tools(tree) if choice.get("type") != "none" else []
+        tools, deferred, dropped = parse_anthropic_tools(tree)
+        if choice.get("type") == "none":
+            tools = []
         wanted = choice if choice.get("type") == "tool" else choice.get("type")
         output = (fields.field(tree, "output_config", dict) or {}).get("format") or tree.get("output_format")
         return ModelRequest(
-            messages=parse_conversation(tree, limits.max_messages),
+            messages=parse_conversation(tree, limits.max_messages, deferred),
             tools=tools,
             schema=read_schema("output_config.format", output),
             forced=read_forced(wanted, tools),
@@ -53,7 +62,11 @@ class AnthropicMessages:
             stop=fields.stops("stop_sequences", tree.get("stop_sequences")),
             stream=bool(fields.field(tree, "stream", bool)),
             model=fields.field(tree, "model", str) or "",
-            user=user if isinstance(user, str) else "",
+            user=user,
+            deferred=deferred,
+            ignored=ignored,
+            dropped=dropped,
+            session=session,
         )
 
     def reply(self, reply: Reply) -> bytes:
@@ -102,12 +115,15 @@ class EventWriter:
     def delta(self, index: int, delta: Delta) -> bytes:
         events = b""
         if delta.reasoning:
-            events += self._enter({"type": "thinking", "thinking": "", "signature": ""})
+            events += self._enter({"type": "thinking", "thinking": "", "signature": ""})  # it comes at the end
             events += self._piece({"type": "thinking_delta", "thinking": delta.reasoning})
         if delta.text:
             events += self._enter({"type": "text", "text": ""})
             events += self._piece({"type": "text_delta", "text": delta.text})
         return events
+
+    def heartbeat(self) -> bytes:
+        return _event("ping")
 
     def finish(self, reply: Reply) -> bytes:
         (answer,) = reply.answers
@@ -136,8 +152,9 @@ class EventWriter:
     def _leave(self) -> bytes:
         if not self._open:
             return b""
+        signed = self._piece({"type": "signature_delta", "signature": _SIGNATURE}) if self._open == "thinking" else b""
         self._open = ""
-        return _event("content_block_stop", index=self._index)
+        return signed + _event("content_block_stop", index=self._index)
 
 
 def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
@@ -147,7 +164,7 @@ def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
 
 def _blocks(message: Message) -> Iterator[dict[str, Any]]:
     if message.get("reasoning_content"):
-        yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
+        yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": _SIGNATURE}
     if message["content"]:
         yield {"type": "text", "text": message["content"]}
     for call in message.get("tool_calls") or ():

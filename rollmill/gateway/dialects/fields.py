@@ -17,12 +17,15 @@ PENALTIES = frozenset("frequency_penalty logit_bias min_p presence_penalty repet
 _LONGEST_STOP = 256  # characters; each new token is compared with the end of the answer, several times this long
 
 
-def check_names(tree: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses unknown fields, and fields of `neutral` with a value other than the ones listed there.
+def check_names(
+    tree: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]], ignored: Collection[str]
+) -> tuple[str, ...]:
+    """Refuses unknown fields, and fields of `neutral` with a value other than the ones listed there. Returns the fields
+    of `ignored` that the request has: they are accepted without effect.
 
     A field that would change the answer and is silently ignored would give a client something it did not ask for.
     """
-    unknown = [name for name in tree if name not in known and name not in neutral]
+    unknown = [name for name in tree if name not in known and name not in neutral and name not in ignored]
     if unknown:
         names = ", ".join(short(name) for name in unknown[:8])
         raise GatewayError(f"unknown field {names}", hint="leave it out", code="unknown_parameter")
@@ -32,6 +35,7 @@ def check_names(tree: Mapping[str, Any], known: Collection[str], neutral: Mappin
             raise GatewayError(
                 f"{name} = {short(value)} is not supported", hint=f"leave {name} out", code="unsupported_parameter"
             )
+    return tuple(name for name in tree if name in ignored and tree[name] is not None)
 
 
 def field(tree: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -20,6 +20,7 @@ _ERROR_CODES = {
     503: "service_unavailable",
 }
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": heartbeat\n\n"  # a comment of server-sent events
 
 
 def error_body(error: GatewayError) -> dict[str, Any]:

@@ -25,18 +25,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
 }
-# fields that say nothing about the answer, or only wish for something: clients send them unasked
-DESCRIPTIVE = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
-    " service_tier store user verbosity".split()
+# accepted without effect: they say nothing about the answer, or only wish for something, and clients send them unasked
+_IGNORED = frozenset(
+    "client_metadata metadata prompt_cache_options prompt_cache_retention reasoning reasoning_effort safety_identifier"
+    " service_tier store thinking verbosity".split()
 )
-_KNOWN = (
-    DESCRIPTIVE
-    | fields.PENALTIES
-    | frozenset(
-        "messages model n logprobs max_completion_tokens max_tokens parallel_tool_calls response_format seed stop"
-        " stream stream_options temperature tool_choice tools top_k top_logprobs top_p".split()
-    )
+_KNOWN = fields.PENALTIES | frozenset(
+    "messages model n logprobs max_completion_tokens max_tokens parallel_tool_calls prompt_cache_key response_format"
+    " seed stop stream stream_options temperature tool_choice tools top_k top_logprobs top_p user".split()
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _PLAIN = ("user", "assistant", "system", "tool")  # a role may be any JSON, so no set
@@ -47,7 +43,7 @@ class OpenAIChat:
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         tree = parse_object(body)
-        fields.check_names(tree, _KNOWN, NEUTRAL)
+        ignored = fields.check_names(tree, _KNOWN, NEUTRAL, _IGNORED)
         options = fields.field(tree, "stream_options", dict) or {}
         max_tokens = fields.max_tokens(tree, ("max_completion_tokens", "max_tokens"), limits.default_max_tokens)
         tools = parse_tools(tree)
@@ -67,6 +63,8 @@ class OpenAIChat:
             logprobs=logprobs,
             top_logprobs=openai.read_top_logprobs(tree, logprobs),
             options={"include_usage": options.get("include_usage") is True},
+            ignored=ignored,
+            cache_key=fields.field(tree, "prompt_cache_key", str) or "",
         )
 
     def reply(self, reply: Reply) -> bytes:
@@ -117,6 +115,9 @@ class ChunkWriter:
             logprobs = {"content": openai.token_logprobs(delta.logprobs), "refusal": None}
             return self._event(index, _piece(delta), logprobs=logprobs)
         return self._event(index, _piece(delta)) if delta.text or delta.reasoning else b""
+
+    def heartbeat(self) -> bytes:
+        return openai.HEARTBEAT
 
     def finish(self, reply: Reply) -> bytes:
         events = b""

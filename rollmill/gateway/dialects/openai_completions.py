@@ -33,7 +33,7 @@ class OpenAICompletions:
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         tree = parse_object(body)
-        fields.check_names(tree, _KNOWN, _NEUTRAL)
+        fields.check_names(tree, _KNOWN, _NEUTRAL, ())
         options = fields.field(tree, "stream_options", dict) or {}
         max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
         best = fields.integer(tree, "logprobs", 0, MOST_TOP_LOGPROBS)
@@ -86,6 +86,9 @@ class TextWriter:
         logprobs = _logprobs(self._request, delta.logprobs) if self._request.logprobs else None
         choice = _choice(index, delta.text, list(delta.tokens), logprobs, None)
         return fields.event({**self._head, "choices": [choice]})
+
+    def heartbeat(self) -> bytes:
+        return openai.HEARTBEAT
 
     def finish(self, reply: Reply) -> bytes:
         events = b""

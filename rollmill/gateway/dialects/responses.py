@@ -10,7 +10,8 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object, to_bytes
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
 from rollmill.gateway.dialects import fields, openai
-from rollmill.gateway.dialects.responses_request import parse_items, parse_response_tools
+from rollmill.gateway.dialects.responses_request import FindItem, parse_items, referenced
+from rollmill.gateway.dialects.responses_tools import call_item, flat_name, parse_response_tools
 from rollmill.gateway.grammars import read_forced, read_schema
 from rollmill.gateway.sessions.segments import Answer
 from rollmill.gateway.sessions.stored import Stored
@@ -22,11 +23,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "context_management": (),
 }
-# `reasoning` and `text.verbosity` are wishes; `truncation` allows the server to shorten, which it never does
 _KNOWN = frozenset(
     "include input instructions max_output_tokens metadata model parallel_tool_calls previous_response_id"
-    " prompt_cache_key prompt_cache_retention reasoning safety_identifier seed service_tier store stream stream_options"
-    " temperature text tool_choice tools top_k top_logprobs top_p truncation user".split()
+    " prompt_cache_key seed store stream temperature text tool_choice tools top_k top_logprobs top_p user".split()
+)
+# accepted without effect: `reasoning` is a wish; `truncation` allows the server to shorten, which it never does
+_IGNORED = frozenset(
+    "client_metadata prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier"
+    " stream_options truncation".split()
 )
 
 
@@ -36,9 +40,9 @@ class OpenAIResponses:
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         """The request without the response that it continues: see `continued`."""
         tree = parse_object(body)
-        fields.check_names(tree, _KNOWN, _NEUTRAL)
+        ignored = fields.check_names(tree, _KNOWN, _NEUTRAL, _IGNORED)
         text_format = (fields.field(tree, "text", dict) or {}).get("format")
-        tools = parse_response_tools(tree)
+        tools, named, custom, dropped = parse_response_tools(tree)
         include = fields.field(tree, "include", list) or []
         logprobs = "message.output_text.logprobs" in include
         store = fields.field(tree, "store", bool)
@@ -46,7 +50,7 @@ class OpenAIResponses:
             messages=parse_items(tree.get("input"), limits.max_messages),
             tools=tools,
             schema=read_schema("text.format", text_format),
-            forced=read_forced(tree.get("tool_choice"), tools),
+            forced=read_forced(_chosen(tree.get("tool_choice")), tools),
             sampling=fields.sampling(
                 tree,
                 limits.stop_tokens,
@@ -66,8 +70,21 @@ class OpenAIResponses:
                 "tools": tree.get("tools") or [],
                 "tool_choice": tree.get("tool_choice") or "auto",
                 "metadata": fields.field(tree, "metadata", dict) or {},
+                "input": tree["input"],
+                "named": named,
+                "custom": custom,
+                "references": referenced(tree["input"]),
             },
+            ignored=ignored,
+            dropped=dropped,
+            cache_key=fields.field(tree, "prompt_cache_key", str) or "",
         )
+
+    def resolved(self, request: ModelRequest, limits: Limits, find: FindItem) -> ModelRequest:
+        """The request with the stored items that it refers to."""
+        if not request.options["references"]:
+            return request
+        return replace(request, messages=parse_items(request.options["input"], limits.max_messages, find))
 
     def continued(self, request: ModelRequest, previous: Stored | None) -> ModelRequest:
         """The request with the conversation before it. Instructions are not inherited."""
@@ -109,8 +126,14 @@ class ItemWriter:
         self._open: dict[str, Any] | None = None  # the item that is being written
 
     def start(self, prompt_tokens: int) -> bytes:
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        return self._event("response.created", response=self._begun()) + self.heartbeat()
+
+    def heartbeat(self) -> bytes:
+        """An event, because clients that wait for events do not see comments."""
+        return self._event("response.in_progress", response=self._begun())
+
+    def _begun(self) -> dict[str, Any]:
+        return {**self._head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
 
     def delta(self, index: int, delta: Delta) -> bytes:
         events = b""
@@ -127,7 +150,7 @@ class ItemWriter:
         events = self._leave()
         body = _completed(reply)
         for item in body["output"]:
-            if item["type"] == "function_call":
+            if item["type"] in ("function_call", "custom_tool_call"):
                 events += self._call(item)
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
         return events + self._event(kind, response=body)
@@ -164,12 +187,13 @@ class ItemWriter:
     def _call(self, item: dict[str, Any]) -> bytes:
         self._index += 1
         place = {"output_index": self._index, "item_id": item["id"]}
-        added = {**item, "arguments": "", "status": "in_progress"}
-        done = {"arguments": item["arguments"], "name": item["name"]}
+        custom = item["type"] == "custom_tool_call"
+        kind, part = ("custom_tool_call_input", "input") if custom else ("function_call_arguments", "arguments")
+        added, done = {**item, part: "", "status": "in_progress"}, {part: item[part], "name": item["name"]}
         return (
             self._event("response.output_item.added", output_index=self._index, item=added)
-            + self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            + self._event("response.function_call_arguments.done", **place, **done)
+            + self._event(f"response.{kind}.delta", **place, delta=item[part])
+            + self._event(f"response.{kind}.done", **place, **done)
             + self._event("response.output_item.done", output_index=self._index, item=item)
         )
 
@@ -188,6 +212,13 @@ class ItemWriter:
 def response_id(identity: Identity) -> str:
     """Names the session, so that whoever is asked for the response knows where it is, however sessions are divided."""
     return f"resp_{identity.session}_{identity.id}" if identity.session else f"resp_{identity.id}"
+
+
+def _chosen(choice: Any) -> Any:
+    """A choice of a tool, with the name that the model knows it by."""
+    if not isinstance(choice, dict) or not isinstance(choice.get("namespace"), str):
+        return choice
+    return {**choice, "name": flat_name(str(choice.get("name")), choice["namespace"])}
 
 
 def session_of(response: str) -> str:
@@ -248,14 +279,8 @@ def _output(reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
         logprobs = openai.token_logprobs(reply.logprobs[0] if reply.request.logprobs else [])
         yield _message_item(id, message["content"], logprobs)
     for index, call in enumerate(message.get("tool_calls") or ()):
-        yield {
-            "type": "function_call",
-            "id": f"fc_{id}_{index}",
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
-            "status": "completed",
-        }
+        item = call_item(call, reply.request.options["named"], reply.request.options["custom"])
+        yield {**item, "id": f"fc_{id}_{index}", "status": "completed"}
 
 
 def _message_item(id: str, text: str, logprobs: list[Any]) -> dict[str, Any]:

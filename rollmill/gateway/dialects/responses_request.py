@@ -5,20 +5,30 @@ Items of one answer (reasoning, message, function calls) follow each other; toge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable
 from typing import Any
 
-from rollmill.chat.format import Message, Tool
+from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import short
-from rollmill.gateway.dialects import fields
-from rollmill.gateway.dialects.openai_chat import parse_tools
+from rollmill.gateway.dialects.responses_tools import flat_name
 
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+FindItem = Callable[[str], dict[str, Any]]  # an item of a stored response by its id
 
 
-def parse_items(given: Any, max_messages: int) -> list[Message]:
+def referenced(given: Any) -> list[str]:
+    """The ids of stored items that stand for themselves in these items."""
+    items = given if isinstance(given, list) else []
+    return [str(item.get("id")) for item in items if isinstance(item, dict) and _is_reference(item)]
+
+
+def parse_items(given: Any, max_messages: int, find: FindItem | None = None) -> list[Message]:
+    """Without `find`, a reference to a stored item is an answer of which nothing is known."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given or len(given) > max_messages:
@@ -28,20 +38,17 @@ def parse_items(given: Any, max_messages: int) -> list[Message]:
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise GatewayError(f"{where} must be an object, got {short(item)}")
-        _add(messages, item, where)
+        if not _is_reference(item):
+            _add(messages, item, where)
+        elif find is not None:
+            _add(messages, find(str(item.get("id"))), where)
+        else:
+            _answer(messages)
     return messages
 
 
-def parse_response_tools(tree: Mapping[str, Any]) -> list[Tool]:
-    """As OpenAI tool definitions of chat completions."""
-    tools = []
-    for index, tool in enumerate(fields.field(tree, "tools", list) or []):
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        if kind != "function":
-            raise GatewayError(f"tools[{index}] of type {short(kind)} is not supported", hint="use functions")
-        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        tools.append({"type": "function", "function": function})
-    return parse_tools({"tools": tools, "tool_choice": tree.get("tool_choice")})
+def _is_reference(item: dict[str, Any]) -> bool:
+    return item.get("type") == "item_reference" or ("type" not in item and "id" in item and "role" not in item)
 
 
 def _add(messages: list[Message], item: dict[str, Any], where: str) -> None:
@@ -51,9 +58,9 @@ def _add(messages: list[Message], item: dict[str, Any], where: str) -> None:
         answer["content"] = (answer["content"] or "") + _text(item.get("content"), where)
     elif kind == "message" and isinstance(role, str) and role in _ROLES:
         messages.append({"role": _ROLES[role], "content": _text(item.get("content"), where)})
-    elif kind == "function_call":
+    elif kind in _CALLS:
         _answer(messages).setdefault("tool_calls", []).append(_call(item, where))
-    elif kind == "function_call_output":
+    elif kind in _RESULTS:
         result: Message = {"role": "tool", "content": _text(item.get("output"), f"{where}.output")}
         if isinstance(item.get("call_id"), str):
             result["tool_call_id"] = item["call_id"]
@@ -63,6 +70,11 @@ def _add(messages: list[Message], item: dict[str, Any], where: str) -> None:
         if thoughts:
             answer = _answer(messages)
             answer["reasoning_content"] = answer.get("reasoning_content", "") + thoughts
+    elif kind == "compaction_trigger":
+        raise GatewayError(
+            "compaction at the server is not supported",
+            hint="let the client compact: Codex does if the provider in its configuration is not called OpenAI",
+        )
     else:
         raise GatewayError(
             f"{where} of type {short(kind)} and role {short(role)} is not supported",
@@ -78,13 +90,15 @@ def _answer(messages: list[Message]) -> Message:
 
 
 def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
-    name, arguments = item.get("name"), item.get("arguments")
+    name, arguments, space = item.get("name"), item.get("arguments"), item.get("namespace")
+    if item.get("type") == "custom_tool_call" and isinstance(item.get("input"), str):
+        arguments = json.dumps({"input": item["input"]})
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise GatewayError(f"{where} is not a call: name and arguments are strings")
     return {
         "id": str(item.get("call_id", "")),
         "type": "function",
-        "function": {"name": name, "arguments": arguments},
+        "function": {"name": flat_name(name, space if isinstance(space, str) else None), "arguments": arguments},
     }
 
 

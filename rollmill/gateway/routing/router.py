@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import aiohttp
@@ -116,6 +117,13 @@ class Router:
         versions = {f"{e.policy.line}@{e.policy.number}" for e in self.engines if e.policy is not None}
         return [DEFAULT, *sorted({*self.split, *self._lines, *self._channels, *versions} - {DEFAULT})]
 
+    def served(self, name: str) -> str:
+        """The name that is served for the one that a client asks for: itself, or the one that it is an alias of."""
+        if not self._config.aliases or name in self.names():
+            return name
+        fits = (served for alias, served in self._config.aliases.items() if fnmatchcase(name, alias))
+        return next(fits, name)
+
     def window(self) -> int | None:
         """The tokens of context that every engine has; None if none of them tells."""
         return min((engine.context for engine in self.engines if engine.context is not None), default=None)
@@ -123,7 +131,7 @@ class Router:
     def target(self, name: str, session: str, traffic: str) -> Target:
         """What a request of this session asks for with this name of a model. `split` divides production only: rollouts
         need the engines of their run."""
-        account = current_account()
+        account, name = current_account(), self.served(name)
         account.model, account.session = name or DEFAULT, session
         split = self.split.get(name or DEFAULT) if traffic == "production" else None
         return self._divided(split, session) if split else read_target(name, self._channels)

@@ -5,15 +5,18 @@ answer an episode came to, as far as the client declares it.
     x-rollmill-parent: SEGMENT               whose agent called the sub-agent or was summarised; default: the latest
     x-rollmill-outcome: true                 the answer to this request is the outcome: see training/credit.py
 
-Undeclared, only exact containment counts. A fresh context that contains an answer of the session is a summary of that
-answer's segment. One that contains a text from the arguments of a tool call is a sub-agent of the segment that called.
-Short texts may be equal by chance and do not count.
+Coding agents say in headers of their own that a sub-agent asks; then it is one, unless the texts prove a summary.
+
+Undeclared, only exact containment counts. A fresh context that contains an answer of the session, or what an answer has
+between tags (<summary>…</summary>), is a summary of that answer's segment. One that contains a text from the arguments
+of a tool call is a sub-agent of the segment that called. Short texts may be equal by chance and do not count.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -24,6 +27,8 @@ from rollmill.gateway.sessions.segments import OpenSegment
 
 DeclaredCause = Literal["sub_agent", "summary"]
 _CAUSE, _PARENT, _OUTCOME = "x-rollmill-cause", "x-rollmill-parent", "x-rollmill-outcome"
+_OF_SUB_AGENTS = ("x-claude-code-agent-id", "x-codex-parent-thread-id")
+_TAGGED = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
 _SHORTEST = 32  # characters
 _MOST_ANSWERS = 256  # the newest ones are compared
 
@@ -34,12 +39,14 @@ class Declared:
 
     cause: DeclaredCause
     parent: str | None = None  # segment; None: the latest of the session
+    implied: bool = False  # what the texts prove counts more
 
 
 def read_declared(headers: Mapping[str, str]) -> Declared | None:
     cause, parent = headers.get(_CAUSE), headers.get(_PARENT)
     if cause is None and parent is None:
-        return None
+        of_sub_agent = any(name in headers for name in _OF_SUB_AGENTS)
+        return Declared("sub_agent", implied=True) if of_sub_agent else None
     if cause not in get_args(DeclaredCause):
         raise GatewayError(f"{_CAUSE} is {str(cause)[:80]!r}", hint=f"one of {', '.join(get_args(DeclaredCause))}")
     return Declared(cast(DeclaredCause, cause), parent)
@@ -69,12 +76,19 @@ def proven_cause(
     answers = ((turn.answer.message, segment) for segment in segments for turn in reversed(segment.turns))
     newest = list(itertools.islice(answers, _MOST_ANSWERS))
     for message, segment in newest:
-        if _contains(text, [message["content"] or ""]):
+        if _contains(text, _passages(message["content"] or "")):
             return "summary", segment
     for message, segment in newest:
         if _contains(text, _argument_texts(message)):
             return "sub_agent", segment
     return None
+
+
+def _passages(answer: str) -> Iterator[str]:
+    """An answer, and its parts between tags: programs take the summary out of what a model wrote."""
+    yield answer
+    for _, inner in _TAGGED.findall(answer) if "</" in answer else ():
+        yield inner
 
 
 def _contains(text: str, parts: Iterable[str]) -> bool:

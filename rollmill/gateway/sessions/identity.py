@@ -1,20 +1,24 @@
 """Which session a request belongs to: its path /s/SESSION/v1/…, its header `x-rollmill-session`, or its key.
 
 Every answer carries the header `x-rollmill-session`. A client that sends it back continues its conversation over any
-connection.
+connection. Coding agents name their conversation in headers of their own: a production request without any other name
+belongs to that one. A name only means something under the key that sends it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from aiohttp import web
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.sessions.sessions import Session, check_id
+from rollmill.gateway.sessions.sessions import Session, check_id, is_id
 
 HEADER: Final = "x-rollmill-session"
 _PATH = "/s/{session}"
+_CLAUDE_CODE, _OPENCODE = "x-claude-code-session-id", "x-opencode-session"
+_CODEX = "x-codex-turn-metadata"  # Codex sends it beside `session-id`, a name that other programs may use otherwise
 
 
 def add_session_paths(app: web.Application) -> None:
@@ -36,6 +40,13 @@ def named_session(request: web.Request) -> str | None:
         raise GatewayError("the path and the header name two sessions", hint=f"leave out the header {HEADER}")
     name = in_path if in_path is not None else in_header
     return None if name is None else check_id(name)
+
+
+def agent_session(headers: Mapping[str, str]) -> str | None:
+    """The conversation as a coding agent names it, if its name can be one here."""
+    codex = headers.get("session-id") or headers.get("session_id") if _CODEX in headers else None
+    name = headers.get(_CLAUDE_CODE) or headers.get(_OPENCODE) or codex
+    return name if is_id(name) else None
 
 
 def check_named(name: str | None, session: Session) -> None:

@@ -2,7 +2,7 @@
 
 A production request without a name continues a conversation only if its history, up to an answer of the model, is that
 of exactly one conversation of its key and user. Otherwise it starts a new one: two users with the same opening do not
-share a trajectory.
+share a trajectory. If clients send a `prompt_cache_key`, conversations with other keys are not looked at.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Registry:
         # digest of an unnamed conversation up to an answer -> trajectory; None if there are several. Ended ones count:
         # the user who continues may be theirs
         self._histories: OrderedDict[bytes, str | None] = OrderedDict()
+        self.ambiguous = 0  # requests whose history was that of several conversations
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -115,7 +116,14 @@ class Registry:
         return hmac.compare_digest(self.key(trajectory).encode(errors="replace"), key.encode(errors="replace"))
 
     def production(
-        self, name: str | None, user: str, messages: Sequence[Message], *, key_id: str, consent: str = "train"
+        self,
+        name: str | None,
+        user: str,
+        messages: Sequence[Message],
+        *,
+        key_id: str,
+        consent: str = "train",
+        cache_key: str = "",
     ) -> Session:
         """The conversation that the client names, or the only one that these messages continue, or a new one."""
         provenance = self._provenance(key_id, user, consent)
@@ -123,9 +131,23 @@ class Registry:
             provenance["session"] = check_id(name)
             trajectory: str | None = self._named.get((*_owner(provenance), name), name)
         else:
-            digests = reversed(list(_digests(_owner(provenance), messages)))
-            trajectory = next((self._histories[digest] for digest in digests if digest in self._histories), None)
-        return self._live(trajectory, provenance)
+            trajectory = self._continued(_owner(provenance), messages, cache_key)
+        session = self._live(trajectory, provenance)
+        session.cache_key = session.cache_key or cache_key
+        return session
+
+    def _continued(self, owner: tuple[str, ...], messages: Sequence[Message], cache_key: str) -> str | None:
+        for digest in reversed(list(_digests(owner, messages))):
+            known = [each for each in (_keyed(digest, cache_key), digest) if each in self._histories]
+            if not known:
+                continue
+            trajectory = self._histories[known[0]]
+            session = self._sessions.get(trajectory or "")
+            if known[0] == digest and cache_key and session is not None and session.cache_key:
+                continue  # of another cache key
+            self.ambiguous += trajectory is None
+            return trajectory
+        return None
 
     def owns(self, session: Session, *, key_id: str, user: str, consent: str) -> bool:
         """Whether a request of this key, user and consent may continue the conversation."""
@@ -160,10 +182,11 @@ class Registry:
         facts = session.facts
         unnamed = facts.traffic == "production" and "session" not in facts.provenance
         if unnamed and self.is_open(session):
-            digest = _extended_digest(_owner(facts.provenance), segment)
-            known = self._histories.setdefault(digest, facts.trajectory)
-            self._histories[digest] = facts.trajectory if known == facts.trajectory else None
-            if len(self._histories) > _MOST_HISTORIES:
+            plain = _extended_digest(_owner(facts.provenance), segment)
+            for digest in {plain, _keyed(plain, session.cache_key)}:
+                known = self._histories.setdefault(digest, facts.trajectory)
+                self._histories[digest] = facts.trajectory if known == facts.trajectory else None
+            while len(self._histories) > _MOST_HISTORIES:
                 self._histories.popitem(last=False)
         return segment
 
@@ -270,6 +293,13 @@ def _extended_digest(owner: tuple[str, ...], segment: OpenSegment) -> bytes:
         running.update(_digestible(message))
     segment.digested = len(segment.messages), running
     return running.digest()
+
+
+def _keyed(digest: bytes, cache_key: str) -> bytes:
+    """The digest of a conversation whose client sends this cache key."""
+    return (
+        hashlib.blake2b(digest + cache_key.encode(errors="replace"), digest_size=16).digest() if cache_key else digest
+    )
 
 
 def _start_digest(owner: tuple[str, ...]) -> hashlib.blake2b:

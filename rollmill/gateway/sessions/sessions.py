@@ -77,9 +77,13 @@ def parse_facts(tree: dict[str, Any]) -> SessionFacts:
 
 def check_id(text: object) -> str:
     """Checks the id of a session, which is part of URLs and object keys."""
-    if not isinstance(text, str) or not _ID.fullmatch(text):
+    if not isinstance(text, str) or not is_id(text):
         raise GatewayError(f"{text!r:.80} is not an id", hint="1 to 128 letters, digits, dots, dashes or underscores")
     return text
+
+
+def is_id(text: object) -> bool:
+    return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
 @dataclass
@@ -133,6 +137,7 @@ class Session:
         self.submission_key: str | None = None
         self.unrecorded: str | None = None  # why its later answers are not in the log
         self.waits = Waits()
+        self.cache_key = ""  # see gateway.registry; a restart forgets it
 
     @property
     def name(self) -> str:
@@ -267,8 +272,10 @@ class Session:
         """The cause and the parent, if these messages begin a sub-agent or a summary."""
         asked_again = shared == len(messages) == len(base.messages) - 1
         continues = asked_again or any(message["role"] == "assistant" for message in messages[:shared])
-        if declared is None:
-            return None if continues else proven_cause(messages[shared:], reversed(self.segments.values()))
+        if declared is None or declared.implied:
+            proven = None if continues else proven_cause(messages[shared:], reversed(self.segments.values()))
+            if proven is not None or declared is None:
+                return proven
         if continues and is_within(base, declared.cause):
             return None
         parent = self.latest if declared.parent is None else self.segments.get(declared.parent)

@@ -32,7 +32,9 @@ class StoredResponses:
 
     def __init__(self, sessions: Container[str]) -> None:
         self._sessions = sessions
-        self._stored: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # id -> trajectory, JSON
+        # id -> trajectory, JSON of the conversation, JSON of the response
+        self._stored: OrderedDict[str, tuple[str, bytes, bytes]] = OrderedDict()
+        self._ids: dict[str, str] = {}  # the end of an id, which the ids of its items contain -> the id
         self._of_session: dict[str, set[str]] = {}
         self.bytes = 0
 
@@ -42,18 +44,27 @@ class StoredResponses:
         id = str(stored.body["id"])
         if id in self._stored:
             self._drop(id)
-        data = json.dumps([stored.messages, stored.body]).encode()
-        self._stored[id] = stored.trajectory, data
+        messages, body = json.dumps(stored.messages).encode(), json.dumps(stored.body).encode()
+        self._stored[id] = stored.trajectory, messages, body
+        self._ids[_end(id)] = id
         self._of_session.setdefault(stored.trajectory, set()).add(id)
-        self.bytes += len(data)
+        self.bytes += len(messages) + len(body)
         while self.bytes > _MOST_BYTES:
             self._drop(next(iter(self._stored)))
 
     def get(self, id: str) -> Stored:
         if id not in self._stored:
             raise no_such_response()
-        trajectory, data = self._stored[id]
-        return Stored(trajectory, *json.loads(data))
+        trajectory, messages, body = self._stored[id]
+        return Stored(trajectory, json.loads(messages), json.loads(body))
+
+    def with_item(self, item: str) -> tuple[str, dict[str, Any]]:
+        """The trajectory and the body of the response that has an item of this id."""
+        id = self._ids.get(item.partition("_")[2].partition("_")[0])
+        if id is None:
+            raise no_such_item(item)
+        trajectory, _, body = self._stored[id]
+        return trajectory, json.loads(body)
 
     def forget(self, trajectory: str) -> None:
         """The session has ended."""
@@ -61,11 +72,24 @@ class StoredResponses:
             self._drop(id)
 
     def _drop(self, id: str) -> None:
-        trajectory, data = self._stored.pop(id)
-        self.bytes -= len(data)
+        trajectory, messages, body = self._stored.pop(id)
+        self._ids.pop(_end(id), None)
+        self.bytes -= len(messages) + len(body)
         self._of_session[trajectory].discard(id)
         if not self._of_session[trajectory]:
             del self._of_session[trajectory]
+
+
+def _end(id: str) -> str:
+    return id.rpartition("_")[2]
+
+
+def no_such_item(item: str) -> GatewayError:
+    return GatewayError(
+        f"there is no stored item {item[:80]!r}",
+        status=404,
+        hint="items are kept while their session is open; with store = false clients send them whole",
+    )
 
 
 def no_such_response() -> GatewayError:
