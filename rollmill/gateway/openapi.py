@@ -19,22 +19,22 @@ from rollmill.gateway.sessions.sessions import SessionFacts
 
 
 def _object(required: str, **properties: Any) -> dict[str, Any]:
-    """The schema of an object with these fields and no others."""
-    return {
-        "type": "object",
-        "required": required.split(),
-        "properties": properties,
-        "additionalProperties": False,
-    }
+    return {"type": "object", "required": required.split(), "properties": properties}
 
 
 def _list(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
     return {"type": "array", "items": items, **bounds}
 
 
+def _one_of(*names: str) -> dict[str, Any]:
+    return {"oneOf": [_named(name) for name in names]}
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
 _TEXT = {"type": "string"}
-_ROLE = {"enum": ["user", "assistant"]}
-_MESSAGES = _list(_object("role content", role=_ROLE, content=_TEXT), minItems=1)
 _COMMON: dict[str, Any] = {
     "model": {"type": "string"},
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 65536},
@@ -42,31 +42,80 @@ _COMMON: dict[str, Any] = {
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "stream": {"type": "boolean"},
 }
-_VALUE = _object("type", type={"enum": ["string", "integer", "number", "boolean"]})
-_PARAMETERS = _object("type", type={"const": "object"}, properties={"type": "object", "additionalProperties": _VALUE})
-_NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,31}$"}
-_FUNCTION = {"name": _NAME, "description": _TEXT, "parameters": _PARAMETERS}
-_CHAT_TOOL = _object("type function", type={"const": "function"}, function=_object("name", **_FUNCTION))
-_RESPONSES_TOOL = _object("type name", type={"const": "function"}, **_FUNCTION)
-_ANTHROPIC_TOOL = _object("name input_schema", name=_NAME, description=_TEXT, input_schema=_PARAMETERS)
+_NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
+_FUNCTION = {"name": _NAME, "description": _TEXT, "parameters": _named("Parameters")}
 _CHOICE = {"enum": ["auto", "none", "required"]}
-_ITEM = {
-    "anyOf": [
-        _object("role content", type={"const": "message"}, role=_ROLE, content=_TEXT),
-        _object(
-            "type call_id name arguments", type={"const": "function_call"}, call_id=_TEXT, name=_TEXT, arguments=_TEXT
-        ),
-        _object("type call_id output", type={"const": "function_call_output"}, call_id=_TEXT, output=_TEXT),
-    ]
-}
 _STOP = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4}
+_OF_USER = {"enum": ["system", "developer", "user"]}
+
+
+def _block(kind: str, required: str = "", **properties: Any) -> dict[str, Any]:
+    return _object(f"type {required}", type={"const": kind, "type": "string"}, **properties)
+
+
+def _message(role: str, required: str, **properties: Any) -> dict[str, Any]:
+    return _object(f"role {required}", role={"const": role, "type": "string"}, **properties)
+
+
+# Named, so that a generated client has classes of these names.
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "Value": _object(
+        "type",
+        type={"enum": ["string", "integer", "number", "boolean", "array", "object"]},
+        description=_TEXT,
+    ),
+    "Parameters": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"const": "object", "type": "string"},
+            "properties": {"type": "object", "additionalProperties": _named("Value")},
+            "required": _list(_TEXT),
+        },
+    },
+    "CalledFunction": _object("name arguments", name=_TEXT, arguments=_TEXT),
+    "ToolCall": _block("function", "id function", id=_TEXT, function=_named("CalledFunction")),
+    "InputMessage": _object("role content", role=_OF_USER, content=_TEXT),
+    "AssistantMessage": _message(
+        "assistant",
+        "",
+        content={"type": ["string", "null"]},
+        reasoning_content=_TEXT,
+        tool_calls=_list(_named("ToolCall"), minItems=1),
+    ),
+    "ToolMessage": _message("tool", "tool_call_id content", tool_call_id=_TEXT, content=_TEXT),
+    "Function": _object("name", **_FUNCTION),
+    "ChatTool": _block("function", "function", function=_named("Function")),
+    "TextBlock": _block("text", "text", text=_TEXT),
+    "ToolUseBlock": _block("tool_use", "id name input", id=_TEXT, name=_TEXT, input={"type": "object"}),
+    "ToolResultBlock": _block("tool_result", "tool_use_id content", tool_use_id=_TEXT, content=_TEXT),
+    "AnthropicMessage": _object(
+        "role content",
+        role={"enum": ["user", "assistant"]},
+        content={"anyOf": [_TEXT, _list(_one_of("TextBlock", "ToolUseBlock", "ToolResultBlock"), minItems=1)]},
+    ),
+    "AnthropicTool": _object("name input_schema", name=_NAME, description=_TEXT, input_schema=_named("Parameters")),
+    "ItemMessage": _block(
+        "message", "role content", role={"enum": ["system", "developer", "user", "assistant"]}, content=_TEXT
+    ),
+    "FunctionCall": _block("function_call", "call_id name arguments", call_id=_TEXT, name=_TEXT, arguments=_TEXT),
+    "FunctionCallOutput": _block("function_call_output", "call_id output", call_id=_TEXT, output=_TEXT),
+    "ResponseTool": _block("function", "name", **_FUNCTION),
+}
+_MESSAGES = _list(_one_of("InputMessage", "AssistantMessage", "ToolMessage"), minItems=1)
+_ITEM = _one_of("ItemMessage", "FunctionCall", "FunctionCallOutput")
+_ANTHROPIC = {
+    "messages": _list(_named("AnthropicMessage"), minItems=1),
+    "tools": _list(_named("AnthropicTool")),
+    "system": _TEXT,
+}
 # The fields that most clients use; the dialects know more.
 _BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "required": ["messages"],
         "properties": {
             "messages": _MESSAGES,
-            "tools": _list(_CHAT_TOOL, maxItems=3),
+            "tools": _list(_named("ChatTool")),
             "tool_choice": _CHOICE,
             "parallel_tool_calls": {"type": "boolean"},
             "stop": _STOP,
@@ -87,16 +136,14 @@ _BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {
         "required": ["messages", "max_tokens"],
         "properties": {
-            "messages": _MESSAGES,
-            "tools": _list(_ANTHROPIC_TOOL, maxItems=3),
+            **_ANTHROPIC,
             "stop_sequences": _STOP,
-            "system": {"type": "string"},
             **_COMMON,
         },
     },
     "/v1/messages/count_tokens": {
         "required": ["messages"],
-        "properties": {"messages": _MESSAGES, "tools": _list(_ANTHROPIC_TOOL, maxItems=3)},
+        "properties": _ANTHROPIC,
     },
     "/v1/responses": {
         "required": ["input"],
@@ -104,7 +151,7 @@ _BODIES: dict[str, dict[str, Any]] = {
             "input": {"anyOf": [{"type": "string", "minLength": 1}, _list(_ITEM, minItems=1)]},
             "instructions": {"type": "string"},
             "previous_response_id": {"type": ["string", "null"]},
-            "tools": _list(_RESPONSES_TOOL, maxItems=3),
+            "tools": _list(_named("ResponseTool")),
             "tool_choice": _CHOICE,
             "max_output_tokens": _COMMON["max_tokens"],
             "store": {"type": "boolean"},
@@ -128,7 +175,10 @@ def document(app: web.Application) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Rollmill gateway", "version": __version__},
-        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": _SCHEMAS,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
         "paths": dict(sorted(paths.items())),
     }
 
