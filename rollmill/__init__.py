@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from rollmill.environments.task import TaskSet as TaskSet
     from rollmill.environments.task import WholeDiff as WholeDiff
     from rollmill.environments.tasks.listed import ListedTasks as ListedTasks
+    from rollmill.errors import ConfigError as ConfigError
+    from rollmill.errors import HarnessError as HarnessError
+    from rollmill.errors import MachineError as MachineError
+    from rollmill.errors import RewardError as RewardError
+    from rollmill.errors import RewardUnavailable as RewardUnavailable
     from rollmill.errors import RollmillError as RollmillError
     from rollmill.errors import TaskError as TaskError
     from rollmill.inference.engine import Engine as Engine
@@ -85,6 +90,11 @@ PUBLIC = {
     "Engine": "rollmill.inference.engine",
     "RollmillError": "rollmill.errors",
     "TaskError": "rollmill.errors",
+    "HarnessError": "rollmill.errors",
+    "MachineError": "rollmill.errors",
+    "RewardError": "rollmill.errors",
+    "RewardUnavailable": "rollmill.errors",
+    "ConfigError": "rollmill.errors",
 }
 
 

@@ -18,15 +18,27 @@ from typing import Any, BinaryIO
 
 _MOST_TEXT = 20_000  # characters of one text in an event
 _MOST_DEPTH = 16
+_TAIL_BYTES = 1 << 16
 _RENAMED = {"midtrain_step": "document_step"}  # kinds as older runs wrote them
+_LOGGED = {  # kind → the fields that a log shows
+    "phase": ("phase", "state"),
+    "step": ("step", "steps", "groups", "reward_mean", "solve_rate", "seconds"),
+    "document_step": ("step", "steps", "loss", "tokens_per_s"),
+    "publish": ("line", "version"),
+    "apply": ("line", "version"),
+    "warning": ("text",),
+}
 _file: BinaryIO | None = None
+_log = False
 _process = "main"
 _labels: dict[str, str] = {}
 
 
-def open_events(directory: Path, process: str) -> None:
-    """Send this process's events to `directory/process.jsonl`; before that call they go nowhere."""
-    global _file, _process
+def open_events(directory: Path, process: str, *, log: bool = False) -> None:
+    """Send this process's events to `directory/process.jsonl`; before that call they go nowhere. With `log`, it also
+    prints those that tell what it does."""
+    global _file, _log, _process
+    _log = log
     directory.mkdir(parents=True, exist_ok=True)
     if _file is not None:
         _file.close()
@@ -54,6 +66,8 @@ def emit(kind: str, /, **fields: Any) -> None:
         line = json.dumps({**event, "unwritable": type(error).__name__})
     with contextlib.suppress(OSError):  # a full disk: the stores report it, and must stop
         _file.write(line.encode() + b"\n")
+        if _log and kind in _LOGGED:
+            print(kind, *(f"{name}={fields[name]}" for name in _LOGGED[kind] if fields.get(name) is not None))
 
 
 @contextlib.contextmanager
@@ -73,6 +87,16 @@ def append_events(directory: Path, process: str, events: Iterable[Mapping[str, A
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / f"{process}.jsonl").open("a") as file:
             file.write("".join(lines))
+
+
+def last_events(directory: Path, process: str) -> list[dict[str, Any]]:
+    """The events at the end of a process's file, oldest first: a bounded part of it."""
+    try:
+        with (directory / f"{process}.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return list(_parse(file.read().split(b"\n")))
+    except OSError:
+        return []
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:

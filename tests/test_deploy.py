@@ -17,7 +17,7 @@ from rollmill.cli.main import app
 from tests.test_repo import ROOT
 
 DEPLOY = ROOT / "deploy"
-FILES = sorted(path for path in DEPLOY.iterdir() if path.suffix != ".md")
+FILES = sorted(path for path in DEPLOY.iterdir() if path.is_file() and path.suffix != ".md")
 
 
 def commands(text: str, program: str) -> Iterator[list[str]]:

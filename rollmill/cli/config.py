@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rollmill.cluster.run import RunConfig
     from rollmill.reference import Section
 
+TASK_FILES = "task-files"
+
 
 def show_settings(
     section: Annotated[
@@ -32,6 +34,7 @@ def show_settings(
         rollmill config
         rollmill config stages.rl.training.optimizer
         rollmill config stages.rl.weight_cap
+        rollmill config task-files
     """
     from rich.console import Console
     from rich.markup import escape
@@ -41,9 +44,15 @@ def show_settings(
     from rollmill.reference import find_sections, sections
 
     console = Console(highlight=False)
+    if section == TASK_FILES:
+        from rollmill.cli.task_files import task_files
+
+        return print("\n".join(task_files()))
     if section:
         for each in find_sections(RunConfig, section):
             _print_section(console, each)
+        if section == "tasks":
+            console.print(f"\nThe fields of a task and the kinds of grading: `rollmill config {TASK_FILES}`")
         return
     top, *others = sections(RunConfig)
     _print_section(console, top)
@@ -56,6 +65,9 @@ def show_settings(
     for name, (description, kinds) in _outline(others).items():
         told = f"{description} Kinds: {', '.join(kinds)}." if kinds else description
         table.add_row(f"  [bold cyan]{name}[/]", escape(told))
+    table.add_row(
+        f"  [bold cyan]{TASK_FILES}[/]", "Not a section: the format of files with tasks, and the kinds of grading."
+    )
     console.print(table)
 
 

@@ -22,8 +22,7 @@ def init(
     """
     from rollmill.errors import ConfigError
 
-    templates = resources.files("rollmill.cli").joinpath("templates").iterdir()
-    files = {each.name.removesuffix(_SUFFIX): each for each in templates if each.name.endswith(_SUFFIX)}
+    files = templates()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         taken = sorted(name for name in files if (directory / name).exists())
@@ -31,8 +30,14 @@ def init(
             raise ConfigError(f"{directory / taken[0]} exists already", hint="name a new directory")
         if (directory / "run.json").exists():
             raise ConfigError(f"{directory} holds a run", hint="name a new directory")
-        for name, template in files.items():
-            (directory / name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}", hint="name another directory") from None
-    typer.echo(f"wrote {', '.join(sorted(files))}\nnext: cd {directory} && rollmill tasks check run.toml")
+    typer.echo(f"wrote {', '.join(sorted(files))}\nnext: cd {directory} && rollmill train run.toml")
+
+
+def templates() -> dict[str, str]:
+    """What is written: name → text."""
+    found = resources.files("rollmill.cli").joinpath("templates").iterdir()
+    return {each.name.removesuffix(_SUFFIX): each.read_text("utf-8") for each in found if each.name.endswith(_SUFFIX)}

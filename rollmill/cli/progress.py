@@ -37,20 +37,21 @@ class Phase:
     done: int = 0
     total: int | None = None
     first: tuple[float, int] | None = None  # (time, count) of the first count: the pace is measured from there
+    last: float = 0.0  # time of the last count
 
     def count(self, done: int, total: int | None, at: float) -> None:
         self.first = self.first or (at, done)
-        self.done, self.total = done, total
+        self.done, self.total, self.last = done, total, at
 
     def seconds(self, now: float) -> float:
         return 0.0 if self.start is None else max(0.0, (self.end or now) - self.start)
 
     def seconds_left(self, now: float) -> float | None:
-        """At the pace so far; None before there is a pace."""
+        """At the pace up to the last count; None before there is one. It falls between two counts, by one at most."""
         if not self.total or self.first is None or self.done <= self.first[1]:
             return None
-        pace = (now - self.first[0]) / (self.done - self.first[1])
-        return max(0.0, pace * (self.total - self.done))
+        pace = (self.last - self.first[0]) / (self.done - self.first[1])
+        return max(0.0, pace * (self.total - self.done) - min(now - self.last, pace))
 
 
 @dataclass

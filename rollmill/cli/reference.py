@@ -1,8 +1,9 @@
 """The pages of docs/reference, made from the code. `scripts/reference` writes them; a test compares them.
 
 config.md comes from the configuration classes, cli.md from the commands, metrics.md from the tables of events and
-metrics, python.md from the public classes. In http.md the gateway's routes come from its OpenAPI document, those of
-other servers from the calls that add them and the docstrings of their handlers.
+metrics, python.md from the public classes, task-files.md from the classes that read tasks. In http.md the gateway's
+routes come from its OpenAPI document, those of other servers from the calls that add them and the docstrings of their
+handlers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmill
+from rollmill.cli.task_files import task_files
 
 PACKAGE = Path(rollmill.__file__).parent
 _NOTE = "<!-- Written by scripts/reference from the code. Do not edit. -->"
@@ -40,6 +42,7 @@ def pages() -> dict[str, str]:
         "http.md": _http,
         "metrics.md": _metrics,
         "python.md": _python,
+        "task-files.md": task_files,
     }
     return {name: "\n".join([_NOTE, *make()]).rstrip() + "\n" for name, make in makers.items()}
 

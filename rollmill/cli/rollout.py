@@ -52,7 +52,7 @@ def rollout(
 
         raise ConfigError("--model is missing", hint="--model URL; `rollmill serve RUN` prints the URL of a run")
     played = asyncio.run(_play(settings, Endpoint(model, key or "", model_name), task, temperature))
-    _print(played, 1e9 if full else 2000)
+    _print(played, 1e9 if full else 2000, settings.rollouts.max_answer_tokens)
     if played.reward is None:
         raise typer.Exit(1)
 
@@ -71,7 +71,7 @@ async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, tempe
             return await play(environment, proxy, task, sampling, config.rollouts)
 
 
-def _print(played: Played, longest: float) -> None:
+def _print(played: Played, longest: float, answer_tokens: int) -> None:
     from rich.console import Console
 
     from rollmill.cli.transcript import print_grades, print_messages, safe
@@ -84,6 +84,9 @@ def _print(played: Played, longest: float) -> None:
     ended = f"ended: {result.stop} after {result.turns} turns, {result.tool_calls} tool calls" if result else "no end"
     bad = f" ({result.bad_tool_calls} malformed)" if result and result.bad_tool_calls else ""
     console.print(safe(f"\n{ended}{bad} · {episode.tokens} tokens · {episode.seconds:.1f} s", "dim"))
+    if result and result.stop == "length":
+        limit = f"an answer reached rollouts.max_answer_tokens ({answer_tokens})"
+        console.print(safe(f"cut off: {limit}, or the context of the model was full", "dim"), soft_wrap=True)
     if result and result.note:
         console.print(safe(result.note, "dim"), soft_wrap=True)
     for path, data in episode.submission.items():

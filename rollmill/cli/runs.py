@@ -42,8 +42,9 @@ def runs(
 
         rollmill runs
     """
-    from rich.console import Console
     from rich.table import Table
+
+    from rollmill.cli.weights.display import console
 
     rows = [_summary(path.parent) for path in sorted(root.glob("*/run.json"))]
     if as_json:
@@ -54,11 +55,11 @@ def runs(
         raise ConfigError(f"there is no run under {root}", hint="`rollmill demo` makes one; --root looks elsewhere")
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "stage", "held-out solve rate", "age", "size"):
-        table.add_column(column, justify="right" if column in ("age", "size") else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column in ("age", "size") else "left", overflow="fold")
     for row in rows:
         size = _size(row["bytes"])
         table.add_row(row["run"], row["state"], row["progress"], row["result"], _age(row["age_s"]), size)
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def status(directory: Directory) -> None:

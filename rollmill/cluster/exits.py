@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 STOP_PATIENCE_S = 20.0  # between SIGTERM and SIGKILL
+_TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 
 def last_words(logs: Path, name: str) -> str:
@@ -17,7 +19,12 @@ def last_words(logs: Path, name: str) -> str:
             lines = log.read().decode(errors="replace").strip().splitlines()
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
-    return " ".join(lines[-2:])[-600:] or "its log is empty"
+    return " ".join(map(untimed, lines[-2:]))[-600:] or "its log is empty"
+
+
+def untimed(line: str) -> str:
+    """A line of a log without the time before it."""
+    return _TIME.sub("", line)
 
 
 def describe_exit(code: int) -> str:

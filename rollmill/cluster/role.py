@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from rollmill.cluster.lock import exclusive
 from rollmill.cluster.nursery import end_with_parent
 from rollmill.cluster.ranks import outside_rank
 from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.timed import time_lines
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
 from rollmill.tls import trust
 
@@ -30,6 +32,7 @@ ROLES = ("trainer", "store", "engine", "gateway", "dispatcher")
 
 def main(role: str, open_run: Callable[[], RunDirectory], *arguments: str) -> int:
     end_with_parent()
+    time_lines()
     try:
         run = open_run()
         kind, _, region = role.partition("-")
@@ -39,7 +42,8 @@ def main(role: str, open_run: Callable[[], RunDirectory], *arguments: str) -> in
         with contextlib.ExitStack() as held:
             # rank 0 writes the events and holds the lock for all ranks: the others do nothing without it
             if kind not in TRAINING or outside_rank() == 0:
-                telemetry.open_events(run.events, role)
+                telemetry.open_events(run.events, role, log=True)
+                print(f"{role} begins, process {os.getpid()}")
                 held.enter_context(exclusive(run.path, role))
             module = importlib.import_module(f"rollmill.cluster.roles.{kind}")
             module.main(run, *([region] if region else []), *arguments)

@@ -154,12 +154,19 @@ def served_versions(service: RunDirectory) -> list[str]:
     return sorted({str(Version(policy["line"], policy["number"])) for policy in policies})
 
 
-def wait_until_ready(service: RunDirectory, cluster: LocalLauncher) -> None:
+def wait_until_ready(
+    service: RunDirectory, cluster: LocalLauncher, tell: Callable[[str], object] = lambda waits_for: None
+) -> None:
     """Return when an engine serves; one for canaries does not count. Raises RollmillError when a process cannot be kept
-    alive."""
-    while not any(
-        each["alive"] and each["channel"] != CANDIDATE for each in (health(service) or {}).get("engines", [])
-    ):
+    alive. `tell` gets what it waits for, each time that changes."""
+    told = ""
+    while True:
+        found = health(service)
+        if any(each["alive"] and each["channel"] != CANDIDATE for each in (found or {}).get("engines", [])):
+            return
+        waits_for = "starting the gateway" if found is None else "the gateway answers; an engine loads the weights"
+        if waits_for != told:
+            tell(told := waits_for)
         cluster.watch()
         time.sleep(TICK_S)
 

@@ -30,7 +30,7 @@ from rollmill.inference.config import EXACT_KV, EngineConfig
 from rollmill.inference.sections import EngineSpec, EnginesSection, engine_specs
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.realtime.config import CycleConfig
-from rollmill.rollouts.config import DispatcherConfig, RolloutConfig
+from rollmill.rollouts.config import LONGEST_ANSWER, SHORTEST_ANSWER, DispatcherConfig, RolloutConfig
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.types import Version
 
@@ -195,9 +195,12 @@ class RunConfig(Config):
 
     @classmethod
     def derive(cls, tree: Any) -> Any:
-        """Fill in [model] from the checkpoint or the other run. run.json has all of [model]: then neither is read."""
-        if not isinstance(tree, dict):
-            return tree
+        """Fill in what follows from other settings: [model] from the checkpoint or the other run, and the length of an
+        answer from the context. run.json has all of [model]: then neither is read."""
+        return _with_answer_length(cls._with_model(tree)) if isinstance(tree, dict) else tree
+
+    @classmethod
+    def _with_model(cls, tree: dict[str, Any]) -> dict[str, Any]:
         refuse_moved(tree)
         tree = with_absolute_paths(find_parts(tree))
         given, start = tree.get("model", {}), tree.get("start")
@@ -371,3 +374,13 @@ class RunConfig(Config):
         if index == 0:
             return self.seed
         return int.from_bytes(hashlib.sha256(f"{self.seed} {stage.kind} {index}".encode()).digest()[:4])
+
+
+def _with_answer_length(tree: dict[str, Any]) -> dict[str, Any]:
+    """An answer may take a quarter of the context, unless the run says how long it may be."""
+    rollouts, model = tree.get("rollouts", {}), tree.get("model", {})
+    context = model.get("max_context") if isinstance(model, dict) else None
+    if not isinstance(rollouts, dict) or "max_answer_tokens" in rollouts or not isinstance(context, int):
+        return tree
+    longest = max(SHORTEST_ANSWER, min(LONGEST_ANSWER, context // 4))
+    return {**tree, "rollouts": {**rollouts, "max_answer_tokens": longest}}

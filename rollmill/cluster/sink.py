@@ -52,6 +52,7 @@ class SinkSection(KindSection):
         {
             "tensorboard": "rollmill.cluster.sinks.tensorboard:TensorBoard",
             "wandb": "rollmill.cluster.sinks.wandb:WeightsAndBiases",
+            "prometheus": "rollmill.cluster.sinks.prometheus:Prometheus",
         },
         "rollmill.sinks",
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rollmill import telemetry
 from rollmill.cluster.lock import Holder, holder
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import evaluations, left_to_evaluate, newest_step, results_key
@@ -29,7 +30,7 @@ class RunState:
     driver: str | None  # who drives the run, in words
     services: dict[str, Holder]  # by name: what `serve` and `eval` run beside it
     stage: str  # the first one that is not done, or the last one
-    step: int | None  # of the stage's newest version; None before the first one
+    step: int | None  # the newest one that is trained: a stage on documents publishes only at its end; None before it
     steps: int
     result: str  # solve rates on held-out tasks, as far as they are known
     age_s: float
@@ -45,6 +46,8 @@ def state_of(run: RunDirectory) -> RunState:
     driver = build(run.config.cluster).collect(run)
     services = {path.name: by for path in service_paths(run) if (by := holder(path, "supervisor")) is not None}
     stage, step = _current_stage(run)
+    if stage is not None:
+        step = max((each for each in (step, _told_step(run, stage)) if each is not None), default=None)
     labels = [each.label for each in evaluations(run.config)]
     return RunState(
         word="training" if driver else "finished" if is_finished(run) else "stopped",
@@ -67,6 +70,14 @@ def _current_stage(run: RunDirectory) -> tuple[StageSection | None, int | None]:
             return (following, None) if following and step == stage.steps else (stage, step)
         following = stage
     return following, None
+
+
+def _told_step(run: RunDirectory, stage: StageSection) -> int | None:
+    """The newest step of the stage among the last events of the trainer."""
+    for event in reversed(telemetry.last_events(run.events, "trainer")):
+        if event["kind"] in ("step", "document_step") and event.get("stage") == stage.name:
+            return min(int(event["step"]), stage.steps)
+    return None
 
 
 def is_finished(run: RunDirectory) -> bool:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field
 from rollmill.config import Config
 from rollmill.errors import ConfigError
 
+SHORTEST_ANSWER, LONGEST_ANSWER = 64, 4096  # tokens, where the run does not say how long an answer may be
+
 
 def check_reward_times(rewards: Sequence[BaseModel], grading_timeout_s: float) -> None:
     """ConfigError if a reward may take longer than grading may. Tests that hang would then never be graded as hanging:
@@ -78,7 +80,10 @@ class RolloutConfig(Config):
         "itself.",
     )
     max_answer_tokens: int = Field(
-        64, ge=1, description="Most tokens of one answer of the model; a longer one is cut off and ends the episode."
+        SHORTEST_ANSWER,
+        ge=1,
+        description="Most tokens of one answer of the model; a longer one is cut off and ends the episode. Not set: a "
+        f"quarter of `model.max_context`, but {SHORTEST_ANSWER} to {LONGEST_ANSWER}.",
     )
     give_up_after: int = Field(
         64, ge=1, description="The run stops after this many failed rollouts in a row: then the host is at fault."

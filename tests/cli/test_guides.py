@@ -42,17 +42,17 @@ def blocks(guide: str, url: str, count: int) -> list[str]:
 @pytest.mark.slow
 def test_the_guide_to_debugging_works_word_by_word(tmp_path: Path, endpoint: str) -> None:  # noqa: F811
     printed = shell("\n".join(blocks("debugging-an-environment.md", endpoint, 4)) + " 2>&1", tmp_path)
-    assert "10 of 10 tasks are all right" in printed and "tasks check ended with 1" in printed
+    assert "32 of 32 tasks are all right" in printed and "tasks check ended with 1" in printed
     assert "the reference does not solve it" in printed and "doing nothing solves it" in printed
     assert "notes/solution.txt shows reference main.py" in printed and "0 of 3 tasks are all right, 1 prob" in printed
-    assert "task add-3" in printed and "ended: answer" in printed and "0/4" in printed, printed[-3000:]
+    assert "task plus-3" in printed and "ended: answer" in printed and "0/4" in printed, printed[-3000:]
 
 
 @pytest.mark.slow
 def test_the_guide_to_a_reward_works_word_by_word(tmp_path: Path, endpoint: str) -> None:  # noqa: F811
     steps = blocks("your-own-reward.md", endpoint, 5)
     printed = shell("\n".join([*steps[:2], steps[4], steps[2]]), tmp_path)
-    assert printed.count("10 of 10 tasks are all right") == 2
+    assert printed.count("32 of 32 tasks are all right") == 2
     assert "reward tidy cannot protect: Files outside" in printed and "tidy" in printed.rpartition("ended:")[2]
     assert "reward documented cannot protect: A docstring that says nothing" in printed
     assert "documented" in printed.rpartition("ended:")[2], printed[-2000:]

@@ -50,15 +50,21 @@ def endpoint() -> Iterator[str]:
 def blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str) -> list[str]:
     monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     return [block.replace("http://127.0.0.1:8000/v1", endpoint) for block in blocks]
 
 
 @pytest.mark.slow
 def test_the_guide_to_an_agent_works_word_by_word(blocks: list[str], tmp_path: Path) -> None:
     printed = shell("\n".join(blocks[:4]), tmp_path)
-    assert "my-agent@" in printed and "10 of 10 tasks are all right" in printed and 'kind = "command"' in printed
+    assert "my-agent@" in printed and "32 of 32 tasks are all right" in printed and 'kind = "command"' in printed
     assert "ended: done after 1 turns" in printed and "return x + 3" in printed and "solved" in printed, printed[-2000:]
+
+
+@pytest.mark.slow
+def test_the_guide_to_an_agent_as_a_class(blocks: list[str], tmp_path: Path) -> None:
+    printed = shell("\n".join([*blocks[:3], blocks[5]]), tmp_path)
+    assert "ended: answer after 1 turns" in printed and "solved" in printed, printed[-2000:]
 
 
 @pytest.mark.slow

@@ -153,3 +153,11 @@ def test_untrusted_text_is_not_markup(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05")])
 def test_clock(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
+
+
+def test_the_time_left_never_grows_within_a_step() -> None:
+    phase = Phase("rl", start=0.0)
+    for step in range(1, 4):
+        phase.count(step, 10, at=10.0 * step)
+    left = [phase.seconds_left(30.0 + waited) for waited in (0.0, 4.0, 10.0, 40.0)]
+    assert left == [70.0, 66.0, 60.0, 60.0]

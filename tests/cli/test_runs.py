@@ -18,6 +18,7 @@ from rollmill.cluster.lock import holder
 from rollmill.cluster.naming import describe_run
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.state import is_finished, state_of
+from rollmill.telemetry import append_events
 from tests.cli.conftest import Told
 from tests.cli.test_train import refused
 from tests.cluster.conftest import make_config
@@ -67,6 +68,25 @@ def test_runs_lists_state_steps_result_age_and_size(rollmill: Callable[..., Told
     assert small.split()[:6] == ["small", "finished", "rl", "2/2", "25", "%"] and "88 %" in small and "KiB" in small
     rows = [json.loads(line) for line in rollmill("runs", "--root", tmp_path, "--json").out.splitlines()]
     assert [row["run"] for row in rows] == ["broken", "small"] and rows[1]["bytes"] > 0
+
+
+def test_a_stage_on_documents_shows_the_step_it_is_at(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    run = endless_run(tmp_path)
+    events = ({"at": 1.0 * step, "kind": "document_step", "stage": "midtrain", "step": step} for step in (11, 12))
+    append_events(run.events, "trainer", [*events, {"at": 13.0, "kind": "busy"}])
+    assert state_of(run).step == 12 and "midtrain 12/100000" in rollmill("runs", "--root", tmp_path).out
+
+
+def test_a_narrow_screen_cuts_nothing_of_a_run(
+    rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run(tmp_path)
+    run.path.rename(tmp_path / "a-run-with-a-name-that-is-longer-than-most-and-still-not-cut-anywhere")
+    told = rollmill("runs", "--root", tmp_path)
+    assert "not-cut-anywhere" in told.out and "25 % → 88 %" in told.out
+    monkeypatch.setenv("COLUMNS", "80")
+    told = rollmill("runs", "--root", tmp_path)
+    assert "…" not in told.out and "age" in told.out and "size" in told.out
 
 
 def test_no_runs_at_all(rollmill: Callable[..., Told], tmp_path: Path) -> None:

@@ -66,8 +66,9 @@ def test_prompts_that_do_not_fit_into_the_context(tmp_path: Path) -> None:
     assert "max_context" in str(raised.value.hint)
     longest = int(str(raised.value.message).split(" tokens")[0].split()[-1])
     assert longest > 200  # the tools are counted
-    (warning,) = check_here(config(longest + 10), dry_run=True)
+    short = {"rollouts": {"max_answer_tokens": 64}}
+    (warning,) = check_here(config(longest + 10, **short), dry_run=True)
     assert "max_answer_tokens (64) does not fit" in warning
-    assert check_here(config(longest + 64), dry_run=True) == []
+    assert check_here(config(longest + 64, **short), dry_run=True) == []
     assert check_here(config(100, tools_in_prompt=False), dry_run=True) == []
     assert check_here(config(100, harness={"kind": "command", "argv": ["agent"]}), dry_run=True) == []

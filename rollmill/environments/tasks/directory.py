@@ -1,11 +1,10 @@
 """Our own directories: one folder per task.
 
-greet/
-  task.toml        the keys of a JSONL line; `id` is the folder's name if it is left out
-  instruction.md   the instruction, if task.toml has none
-  files/           written into the work directory before the agent starts
-  reference/       files of a solution that must pass
-  grading/         hidden files, added to `grading.files` of task.toml as text
+greet/task.toml        the keys of a JSONL line; `id` is the folder's name if it is left out
+greet/instruction.md   the instruction, if task.toml has none
+greet/files/           written into the work directory before the agent starts
+greet/reference/       files of a solution that must pass
+greet/grading/         hidden files, added to `grading.files` of task.toml as text
 """
 
 from __future__ import annotations

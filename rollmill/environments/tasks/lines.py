@@ -56,7 +56,7 @@ def validate(model: type[R], data: bytes | str) -> R:
         first = error.errors(include_input=False)[0]
         if first["type"] == "json_invalid":
             raise TaskError(f"not valid JSON: {first['msg']}", hint="each line is one JSON object") from None
-        hint = "docs/reference/config.md and docs/guides/your-first-task.md describe the format"
+        hint = "`rollmill config task-files` describes the format"
         raise TaskError(explain_problems(model, error), hint=hint) from None
     except RecursionError:
         raise TaskError("nested too deep", hint="a task is a flat object") from None
