@@ -172,6 +172,23 @@ async def test_a_full_host_refuses_and_a_patient_caller_gets_the_next_place(url:
         assert (await (await waiting).exec(["true"])).exit_code == 0
 
 
+async def test_many_that_wait_for_room_ask_a_host_as_seldom_as_a_few() -> None:
+    asked = 0
+
+    async def full(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"capacity": 4, "starts": 2, "running": 4})
+
+    app = web.Application()
+    app.router.add_get("/machines", full)
+    async with listening(app) as url, remote(url, patience_s=1.2) as host:
+        waiting = [host.create(BUILT_IN) for _ in range(64)]
+        refused = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(each, NoCapacity) for each in refused)
+    assert 2 <= asked <= 5, "once at the start, then twice a second"
+
+
 async def test_machines_of_a_client_that_has_gone_end_with_their_lease(url: str, service: Service) -> None:
     async with remote(url) as host:
         machine, other = await host.create(BUILT_IN), await host.create(BUILT_IN)

@@ -7,6 +7,7 @@ The namespaces already hide the host. The filter refuses calls that a command co
 - to load seldom used parts of the kernel's network (protocols besides TCP and UDP, layers on top of TCP, netlink
   besides the one that lists interfaces),
 - to read the kernel's log, or to have a crash handled by a program of the host,
+- to take what the kernel has once for the whole host (requests of asynchronous I/O, huge pages),
 - to act on pid 1 or on another command (limits, priorities, memory, open files), or
 - to hold memory that nobody counts (only where the machine has no control group for memory).
 """
@@ -69,6 +70,7 @@ _DENIED = {
     "kexec_file_load": (320, 294),
     "syslog": (103, 116),
     "fanotify_init": (300, 262),
+    "memfd_secret": (447, 447),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
 }
@@ -82,13 +84,14 @@ _ONLY_ON_SELF = {
 # Memory that belongs to no process: the watchdog, which adds up processes and files, would not see it.
 _UNCOUNTED = {
     "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
     "vmsplice": (278, 75),
 }
+_IO_SETUP = (206, 0)
+_MEMFD_CREATE = _UNCOUNTED["memfd_create"]
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _SOCKET = (41, 198)
@@ -119,6 +122,7 @@ _INET_PROTOCOLS = (0, 6, 17)  # the default, TCP, UDP
 _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
 _SOL_TCP, _TCP_ULP = 6, 31
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
+_MFD_HUGETLB = 0x04
 _F_SETPIPE_SZ = 1031
 _RLIMIT_CORE = 4
 
@@ -174,6 +178,9 @@ def build(*, memory_counted: bool) -> bytes:
 def _rules(column: int, memory_counted: bool) -> dict[int, list[bytes]]:
     """The rule of each system call that is not simply allowed, by its number."""
     rules = {
+        # programs do without it: many kernels are built so
+        _IO_SETUP: [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)],
+        _MEMFD_CREATE: [_argument(1), *_refuse_any_bit(_MFD_HUGETLB), _ALLOW],
         # a filter cannot follow the pointer to clone3's flags; if told that clone3 does not exist, libc uses clone
         _CLONE3: [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)],
         _CLONE: [_argument(0), *_refuse_any_bit(_NAMESPACE_FLAGS), _ALLOW],

@@ -7,6 +7,7 @@ is tried again, and lands on another host. Requests are not repeated: a command 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import os
 import struct
@@ -33,6 +34,8 @@ _CONNECT_S = 5.0
 _ANSWER_S = 60.0  # beyond the time of the command itself
 _FIRST_START_S = 240.0  # a host may have to fetch the image, or to boot its template
 _RENEW_S = 15.0
+_LOOK_S = 0.5  # between two looks for room, by all that wait
+_ASKED_AT_ONCE = 64  # hosts
 
 
 class RemoteConfig(Config):
@@ -82,6 +85,8 @@ class RemoteHost:
         self._machines: dict[str, RemoteMachine] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._looking: asyncio.Task[list[str | None]] | None = None
+        self._looked_at = 0.0
         self._joining: set[asyncio.Task[str | None]] = set()
 
     async def create(
@@ -96,7 +101,7 @@ class RemoteHost:
                 if time.monotonic() + error.retry_after_s > deadline:
                     raise
                 await asyncio.sleep(max(error.retry_after_s, 0.05))
-                await self._look()  # others may have ended machines of theirs
+                await self._look_together()  # others may have ended machines of theirs
 
     async def start(self) -> None:
         """Ask every host for its capacity. MachineError if none answers."""
@@ -163,6 +168,8 @@ class RemoteHost:
         """End all machines that are left."""
         if self._renewing is not None:
             self._renewing.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         for machine in list(self._machines.values()):
             with contextlib.suppress(MachineError):
                 await machine.close()
@@ -259,7 +266,19 @@ class RemoteHost:
             raise HostLost(f"the host {place.name} does not answer: {error!r}") from None
 
     async def _look(self) -> list[str | None]:
-        return list(await asyncio.gather(*(self._introduce(place) for place in self._placement.places)))
+        at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+        async def ask(place: Place) -> str | None:
+            async with at_once:
+                return await self._introduce(place)
+
+        return list(await asyncio.gather(*(ask(place) for place in self._placement.places)))
+
+    async def _look_together(self) -> None:
+        """Look once for all that wait for room: many may wait for many hosts."""
+        if self._looking is None or (self._looking.done() and time.monotonic() - self._looked_at > _LOOK_S):
+            self._looking, self._looked_at = asyncio.create_task(self._look()), time.monotonic()
+        await asyncio.shield(self._looking)
 
     async def _introduce(self, place: Place) -> str | None:
         """Learn the capacity of a host. Returns what is wrong with it."""
@@ -280,14 +299,16 @@ class RemoteHost:
         """Begin the leases of our machines anew. A host that does not answer shows at the next request."""
         while True:
             await asyncio.sleep(_RENEW_S)
-            await asyncio.gather(*(self._renew_on(place) for place in self._placement.places))
+            at_once, ids = asyncio.Semaphore(_ASKED_AT_ONCE), collections.defaultdict(list)
+            for machine in self._machines.values():
+                ids[machine.place].append(machine.id)
+            await asyncio.gather(*(self._renew_on(place, its, at_once) for place, its in ids.items()))
 
-    async def _renew_on(self, place: Place) -> None:
-        ids = [machine.id for machine in self._machines.values() if machine.place is place]
-        if ids:
-            with contextlib.suppress(MachineError, OSError):
-                async with asyncio.timeout(_RENEW_S):  # a host that hangs must not cost machines of others their leases
-                    await self.ask(place, "POST", "/machines/renew", wire.pack({"ids": ids}), timeout_s=0.0)
+    async def _renew_on(self, place: Place, ids: list[str], at_once: asyncio.Semaphore) -> None:
+        with contextlib.suppress(MachineError, OSError):
+            # a host that hangs must not cost machines of others their leases
+            async with at_once, asyncio.timeout(_RENEW_S / 3):
+                await self.ask(place, "POST", "/machines/renew", wire.pack({"ids": ids}), timeout_s=0.0)
 
 
 def _check_status(place: Place, response: aiohttp.ClientResponse, text: bytes) -> None:
