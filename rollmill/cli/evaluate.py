@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rollmill.cli.settings import Settings
-    from rollmill.evals.run import EvalResult
+    from rollmill.evals.run import Conduct, EvalResult
     from rollmill.evals.suite import EvalConfig
     from rollmill.rollouts.endpoint import Endpoint
+
+SHOWN = 40  # tasks in the table
 
 
 def evaluate(
@@ -31,8 +33,11 @@ def evaluate(
     model: ModelOption = None,
     model_name: ModelNameOption = SERVED_MODEL,
     key: KeyOption = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="for programs: JSON instead of tables, every attempt too")
+    ] = False,
 ) -> None:
-    """Evaluate a version on held-out tasks and print solve rates with 95 % intervals.
+    """Evaluate a version on held-out tasks: pass@1 and mean reward with 95 % intervals, pass@k, by family and by task.
 
     Works beside a run that is training. The attempts are recorded like any rollout: `rollmill trajectories list` shows
     them. For example:
@@ -45,8 +50,6 @@ def evaluate(
 
         rollmill eval examples/micro.toml --model http://127.0.0.1:8000/v1 --tasks 16
     """
-    from rich.console import Console
-
     from rollmill.cli.progress import Progress
     from rollmill.cli.target import find_target
     from rollmill.cluster.naming import open_with_index
@@ -56,7 +59,8 @@ def evaluate(
         from rollmill.cli.settings import read_settings
         from rollmill.rollouts.endpoint import Endpoint
 
-        _evaluate_endpoint(read_settings(directory), Endpoint(model, key or "", model_name), tasks, attempts)
+        endpoint = Endpoint(model, key or "", model_name)
+        _show(endpoint.url, _evaluate_endpoint(read_settings(directory), endpoint, tasks, attempts), json)
         return
     run = open_with_index(directory)
     suite = limited_suite(run.config.evals, tasks, attempts)
@@ -70,10 +74,12 @@ def evaluate(
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was recorded as a result", err=True)
         raise typer.Exit(130) from None
-    Console().print(_table(str(target), results))
+    _show(str(target), results, json)
 
 
-def _evaluate_endpoint(config: Settings, endpoint: Endpoint, tasks: int | None, attempts: int | None) -> None:
+def _evaluate_endpoint(
+    config: Settings, endpoint: Endpoint, tasks: int | None, attempts: int | None
+) -> list[EvalResult]:
     import asyncio
 
     from rich.console import Console
@@ -102,8 +108,7 @@ def _evaluate_endpoint(config: Settings, endpoint: Endpoint, tasks: int | None, 
 
     console = Console(stderr=True)
     with Progress(*Progress.get_default_columns(), console=console) as bar:
-        results = asyncio.run(work(bar))
-    Console().print(_table(endpoint.url, results))
+        return asyncio.run(work(bar))
 
 
 def limited_suite(configured: EvalConfig, tasks: int | None, attempts: int | None) -> EvalConfig:
@@ -115,13 +120,83 @@ def limited_suite(configured: EvalConfig, tasks: int | None, attempts: int | Non
     return configured.model_copy(update=changes)
 
 
+def _show(title: str, results: list[EvalResult], json: bool) -> None:
+    from dataclasses import asdict
+    from json import dumps
+
+    from rich.console import Console
+
+    if json:
+        typer.echo(dumps({"evaluated": title, "results": [asdict(result) for result in results]}))
+        return
+    console = Console()
+    console.print(_table(title, results))
+    families, tasks = _family_rows(results), _task_rows(results)
+    if len(families) > 1:
+        console.print(_rows("by family", ("family", "tasks", "attempts", "pass@1", "mean reward"), families))
+    if tasks:
+        console.print(_rows("by task, hardest first", ("task", "family", "solved", "mean reward"), tasks[:SHOWN]))
+    if len(tasks) > SHOWN:
+        console.print(f"{len(tasks) - SHOWN} more tasks: --json has every attempt")
+
+
 def _table(title: str, results: list[EvalResult]) -> Table:
+    rows = [
+        (
+            f"{result.split}, {result.mode}",
+            f"{result.solved}/{result.attempts}",
+            f"{result.rate:.3f} ({result.low:.3f} – {result.high:.3f})",
+            f"{result.solved_once:.3f} (k = {result.k})" if result.k > 1 and result.solved_once is not None else "–",
+            f"{result.reward:.3f} ({result.reward_low:.3f} – {result.reward_high:.3f})",
+        )
+        for result in results
+    ]
+    return _rows(f"{title}: 95 % intervals", ("split", "solved", "pass@1", "pass@k", "mean reward"), rows)
+
+
+def _family_rows(results: list[EvalResult]) -> list[tuple[str, ...]]:
+    """The sampled attempts of all splits. Tasks without a family are one."""
+    made: dict[str, dict[str, list[Conduct]]] = {}
+    for task, family, attempts in _sampled(results):
+        made.setdefault(family, {})[task] = attempts
+    return [
+        (family or "–", str(len(tasks)), *_figures([each for of in tasks.values() for each in of]))
+        for family, tasks in sorted(made.items())
+    ]
+
+
+def _task_rows(results: list[EvalResult]) -> list[tuple[str, ...]]:
+    known = [found for found in _sampled(results) if found[2]]
+    known.sort(key=lambda found: sum(each.earned for each in found[2]) / len(found[2]))
+    return [
+        (task, family or "–", f"{sum(each.solved for each in made)}/{len(made)}", _figures(made)[2])
+        for task, family, made in known
+    ]
+
+
+def _sampled(results: list[EvalResult]) -> list[tuple[str, str, list[Conduct]]]:
+    """Task, family and graded attempts."""
+    return [
+        (task, result.families.get(task, ""), [each for each in made if not each.lost])
+        for result in results
+        if result.mode == "sampled"
+        for task, made in result.conduct.items()
+    ]
+
+
+def _figures(made: list[Conduct]) -> tuple[str, str, str]:
+    if not made:
+        return "0", "–", "–"
+    solved, earned = (sum(each) / len(made) for each in ([one.solved for one in made], [one.earned for one in made]))
+    return str(len(made)), f"{solved:.3f}", f"{earned:.3f}"
+
+
+def _rows(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     from rich.table import Table
 
-    table = Table(title=title)
-    for column in ("split", "mode", "solved", "rate", "95 % interval"):
-        table.add_column(column)
-    for result in results:
-        interval = f"{result.low:.3f} – {result.high:.3f}"
-        table.add_row(result.split, result.mode, f"{result.solved}/{result.attempts}", f"{result.rate:.3f}", interval)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     return table

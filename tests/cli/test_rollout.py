@@ -159,4 +159,9 @@ def test_an_endpoint_is_evaluated_with_the_suite_of_the_run(rollmill: Command, m
     assert (
         told.out.count("2/4") == 4
     )  # held out sampled and greedy, fresh, and the family: the script solves every second
-    assert "0.500" in told.out
+    assert "0.500" in told.out and "by task, hardest first" in told.out and "mean reward" in told.out
+    told = rollmill("eval", run_toml, "--model", model.url, "--tasks", "2", "--attempts", "2", "--json")
+    results = json.loads(told.out)["results"]
+    assert results[0]["reward"] == results[0]["rate"] and results[0]["k"] == 2
+    made = [each["reward"] for attempts in results[0]["conduct"].values() for each in attempts]
+    assert len(made) == 4 and set(made) <= {0.0, 1.0} and results[0]["families"].keys() == results[0]["conduct"].keys()

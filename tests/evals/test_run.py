@@ -192,6 +192,21 @@ async def test_a_few_lost_attempts_are_left_out_of_the_rate() -> None:
         _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0, {})
 
 
+async def test_an_evaluation_keeps_the_reward_of_each_attempt() -> None:
+    """A judge's scores: nothing counts as solved, and the mean reward is known."""
+    by_task = {f"task-{task}": [Outcome(f"{task}", Reward(0.9 - 0.1 * task), None)] * 2 for task in range(4)}
+    result = _summarise(by_task, Cell("heldout", "sampled", 4, 2), EXAMINATION, 1.0, {"task-0": "easy"})
+    assert result.reward == pytest.approx(0.75) and result.reward_low < 0.75 < result.reward_high
+    assert (result.rate, result.solved_once, result.k) == (0.0, 0.0, 2) and result.families == {"task-0": "easy"}
+    assert [each.earned for each in result.conduct["task-1"]] == [0.8, 0.8]
+
+
+async def test_the_temperature_of_sampled_attempts_is_a_setting() -> None:
+    listed = ListedTasks([Task("a", "do it", split="heldout")])
+    temperatures = {cell.mode: cell.temperature for cell in EvalConfig(temperature=0.2).cells(listed)}
+    assert temperatures == {"sampled": 0.2, "greedy": 0.0}
+
+
 async def test_families_are_measured_where_the_task_set_has_them() -> None:
     listed = ListedTasks([Task("a", "do it", split="heldout")])
     assert [cell.split for cell in EvalConfig(greedy=False).cells(listed)] == ["heldout"]

@@ -164,7 +164,8 @@ def interval_chart(rows: Sequence[tuple[str, str, Sequence[tuple[str, str, float
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """A straight line fitted around each point, over about a tenth of all; unlike a mean it has no lag at the ends."""
+    """A straight line fitted around each point, over about a tenth of all; unlike a mean it has no lag at the ends. It
+    never leaves the range of the points around: a rate below zero would be nonsense."""
     reach = max(2, round(len(points) / 20))
     smoothed = []
     for index, (position, _) in enumerate(points):
@@ -173,7 +174,8 @@ def smooth(points: Sequence[Point]) -> list[Point]:
         level = sum(value for _, value in window) / len(window)
         spread = sum((at - centre) ** 2 for at, _ in window)
         slope = sum((at - centre) * (value - level) for at, value in window) / spread if spread else 0.0
-        smoothed.append((position, level + slope * (position - centre)))
+        fitted, around = level + slope * (position - centre), [value for _, value in window]
+        smoothed.append((position, max(min(around), min(max(around), fitted))))
     return smoothed
 
 
@@ -211,11 +213,13 @@ def _whole(ticks: Iterable[float]) -> list[float]:
 
 
 def _references(frame: Frame, axes: Axes) -> Markup:
-    children = []
-    for name, level in axes.references.items():
+    """Dashed levels, the lowest first. The name of each stands above it, and above the names below."""
+    children, highest = [], math.inf
+    for name, level in sorted(axes.references.items(), key=lambda reference: reference[1]):
         at = frame.y(level)
+        highest = min(at - 5, highest - 14)
         children.append(tag("line", class_="reference", x1=frame.x.start, x2=frame.x.end, y1=at, y2=at))
-        children.append(_text(frame.x.end - 2, at - 5, name, "note end"))
+        children.append(_text(frame.x.end - 2, highest, name, "note end"))
     return tag("g", children)
 
 

@@ -3,10 +3,11 @@
 Keys are stable; a figure that a run did not produce is null. Rates are shares of one, times are seconds, sizes bytes.
 
     format                     2; raised when a key changes its meaning
-    name, seed, seconds        of the run; seconds is wall time, all phases together
+    name, seed, seconds        of the run; seconds is wall time without the time it was stopped
     solve_rate_before, _after  held-out tasks, sampled, mid-trained model and trained one; `*_interval` is [low, high]
     gain, gain_interval        after minus before: paired by task where the evaluation recorded outcomes by task
-    evals                      one entry per label, split and mode: solved, attempts, rate, low, high, version, seconds
+    evals                      one entry per label, split and mode: solved, attempts, rate, low, high, version, seconds;
+                               reward (mean), reward_low, reward_high; solved_once (in k attempts, share of tasks), k
     gains                      one entry per split and mode that has both before and after: gain, low, high
     phases                     seconds by phase
     training                   steps, version, groups, trajectories, tokens, trained_tokens, masked_stale, seconds,
@@ -37,6 +38,7 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +51,8 @@ from rollmill.evals.statistics import Interval, clustered_difference, combine, w
 Event = Mapping[str, Any]
 Outcomes = tuple[tuple[str, tuple[bool, ...]], ...]  # by task: whether each attempt solved it
 FORMAT = 2
+_OF_EVAL = ("label", "split", "mode", "solved", "attempts", "version", "seconds")
+_OF_EVAL += ("reward", "reward_low", "reward_high", "k", "solved_once")
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,23 @@ class RunEvents:
         spans.extend((name, start, self.span[1]) for name, start in started.items())
         return sorted(spans, key=lambda span: span[1])
 
+    @property
+    def paused(self) -> float:
+        """Seconds in which the run was stopped: the largest gap without events before a phase that starts once more,
+        or that starts while none is open."""
+        paused, ended, started = 0.0, math.inf, dict[str, float]()
+        for event in self.phases:
+            name, at = str(event.get("phase")), event["at"]
+            if event.get("state") != "start":
+                started.pop(name, None)
+                ended = at
+                continue
+            since = started.get(name, math.inf if started else ended)
+            times = [one["at"] for one in self.all if since <= one["at"] <= at]
+            paused += max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+            started[name] = at
+        return paused
+
 
 def _numbered_through(steps: Sequence[Event]) -> list[Event]:
     """The steps of all stages in order. Those of a second stage go on counting where the first one ended."""
@@ -170,7 +191,7 @@ def figures(run: RunEvents, *, name: str, seed: int | None, seconds: float | Non
         "format": FORMAT,
         "name": name,
         "seed": seed,
-        "seconds": end - start if seconds is None else seconds,
+        "seconds": end - start - run.paused if seconds is None else seconds,
         **_rate("solve_rate_before", before),
         **_rate("solve_rate_after", after),
         "gain": gain.value if gain else None,
@@ -215,7 +236,7 @@ def _rate(key: str, result: Event | None) -> dict[str, Any]:
 
 def _eval(result: Event) -> dict[str, Any]:
     rate = rate_of(result)
-    kept = {key: result.get(key) for key in ("label", "split", "mode", "solved", "attempts", "version", "seconds")}
+    kept = {key: result.get(key) for key in _OF_EVAL}
     return {**kept, "rate": rate.value, "low": rate.low, "high": rate.high}
 
 

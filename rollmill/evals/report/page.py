@@ -22,6 +22,7 @@ from rollmill.evals.report.living import living_lead
 from rollmill.evals.report.loans import LoanRecord, loan_figures, loans_chapter
 from rollmill.evals.report.markup import Markup, escape, join, tag
 from rollmill.evals.report.scales import GAP, duration, number, percent
+from rollmill.evals.report.solving import solving
 from rollmill.types import Trajectory
 
 
@@ -69,7 +70,7 @@ def write_report(
 def chapters(run: RunEvents, summary: Mapping[str, Any]) -> dict[str, Markup]:
     """The figures of a run by chapter, empty where there is nothing to show yet."""
     return {
-        "solving": sections.solving(run),
+        "solving": solving(run),
         "learning": sections.learning(run),
         "asynchrony": sections.asynchrony(run),
         "timelines": sections.timelines(run),

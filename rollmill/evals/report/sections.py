@@ -15,7 +15,6 @@ from rollmill.evals.report.charts import (
     Point,
     Series,
     column_chart,
-    interval_chart,
     line_chart,
     stacked_chart,
 )
@@ -27,26 +26,18 @@ from rollmill.evals.report.figures import (
     delta_bytes,
     find_eval,
     finite,
-    gain_of,
     rate_of,
     staleness_counts,
     trained_line,
 )
 from rollmill.evals.report.markup import Markup, join, tag
-from rollmill.evals.report.scales import GAP, duration, number, percent, power, size
+from rollmill.evals.report.scales import duration, number, percent, power, size
 from rollmill.evals.report.timeline import COLOURS, timeline
 from rollmill.weights.regions.arrivals import Arrivals
 
 FULL = 1100.0
 CLOSE_UP = 20.0  # seconds: long enough for several weight switches, short enough to see each
 ENGINE_COLOURS = ("steel", "ember", "sage", "plum", "sand")
-SPLITS = {
-    "heldout": "Held-out tasks",
-    "fresh": "Fresh held-out tasks",
-    "heldout_family": "Held-out family",
-    "train": "Training tasks",
-}
-MODES = {"sampled": "temperature 1", "greedy": "greedy"}
 
 
 def section(title: str, about: str, *content: str) -> Markup:
@@ -63,41 +54,6 @@ def figure(title: str, about: str, draw: Draw, keys: Mapping[str, str] | None = 
     )
     caption = tag("figcaption", tag("b", title), tag("span", about))
     return tag("figure", caption, legend, draw(wide), draw(NARROW), class_="full" if wide > WIDE else None)
-
-
-def solving(run: RunEvents) -> Markup:
-    """Before against after, per split and mode, with intervals."""
-    places = dict.fromkeys((str(one.get("split")), str(one.get("mode"))) for one in run.evals)
-    rows = []
-    for split, mode in places:
-        results = [one for one in run.evals if (one.get("split"), one.get("mode")) == (split, mode)]
-        bars = [_rate_bar(one) for one in results]
-        before, after = find_eval(run, "before", split, mode), find_eval(run, "after", split, mode)
-        gained = f", {100 * gain_of(before, after).value:+.1f} points" if before and after else ""
-        rows.append((SPLITS.get(split, split), f"{MODES.get(mode, mode)}{gained}".replace("-", "−"), bars))
-    if not rows:
-        return Markup("")
-    attempts = sum(int(finite(one.get("attempts"), 0)) for one in run.evals)
-    chart = figure(
-        "Solve rate before and after reinforcement",
-        f"{number(attempts)} attempts in all. Whiskers are 95{GAP}% intervals; attempts at one task count together.",
-        interval_chart(rows, "Bars of held-out solve rates before and after training, with intervals"),
-        {"before": "before", "ember": "after"},
-        FULL,
-    )
-    return section(
-        "Does it solve tasks it has never seen?",
-        "Hidden tests, run on a clean machine, decide. Parameters of held-out tasks and one whole family of tasks "
-        "never occur in training.",
-        tag("div", chart, class_="grid"),
-    )
-
-
-def _rate_bar(result: Event) -> tuple[str, str, float, float, float]:
-    label = str(result.get("label"))
-    colour = {"before": "before", "after": "ember"}.get(label, "steel")
-    rate = rate_of(result)
-    return label, colour, rate.value, rate.low, rate.high
 
 
 def learning(run: RunEvents) -> Markup:
@@ -118,7 +74,7 @@ def learning(run: RunEvents) -> Markup:
         _by_step(
             run,
             "Solve rate in training",
-            "Share of each step's attempts that passed every hidden test.",
+            "Share of each step's attempts that solved their task.",
             {"solve_rate": ("", "steel")},
             Axes("step", "solved", percent, floor=0.0, references=references),
         ),
