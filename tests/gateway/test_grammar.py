@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,15 @@ async def test_a_grammar_may_not_be_longer_than_its_bound() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(12000)}}
     with pytest.raises(EngineError, match=r"characters, more than 262,144 .most of it is in #/properties"):
         await GrammarCheck()(f"start: body\nbody: %json {json.dumps(schema)}\n")
+
+
+async def test_a_check_that_cannot_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarCheck()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "path", ["/nowhere"])  # as packages on PYTHONPATH that a child does not see
+        with pytest.raises(EngineError, match="could not start"):
+            await check('start: "a"')
+    await check('start: "a"')
 
 
 async def test_a_check_ends_with_its_request() -> None:

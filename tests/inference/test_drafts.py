@@ -109,6 +109,7 @@ async def answers(config: Any) -> tuple[list[Whole], dict[str, float]]:
 @pytest.mark.parametrize("bursts", [False, True])
 async def test_answers_are_the_same_with_and_without_guesses(bursts: bool, request: pytest.FixtureRequest) -> None:
     plain, without = await answers(ENGINE)
+    lengths.clear()  # what other tests in this process left
     if bursts:
         request.getfixturevalue("stepwise")
     guessed, with_guesses = await answers(GUESSING)

@@ -27,13 +27,16 @@ LIMITS = {
     "max_grammar_size": 200_000,
 }
 _REMEMBERED = 1024
+# It has the module path of this process: `-I` alone would not see packages on PYTHONPATH. What it says first tells a
+# child that could not start from a grammar that costs too much.
 _CHILD = """
 import json, resource, sys
-seconds, size, limits = json.loads(sys.argv[1])
+seconds, size, limits, sys.path = json.loads(sys.argv[1])
+import llguidance
+print("ready", flush=True)
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
-import llguidance
 llguidance.LLMatcher.validate_grammar(sys.stdin.read(), limits=llguidance.LLParserLimits(**limits))
 """
 
@@ -59,15 +62,20 @@ class GrammarCheck:
 
 
 async def _compiles(grammar: str) -> bool:
-    limits = json.dumps([SECONDS, BYTES, LIMITS])
+    limits = json.dumps([SECONDS, BYTES, LIMITS, sys.path])
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-c", _CHILD, limits),
         stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await child.communicate(grammar.encode(errors="replace"))
+        said, _ = await child.communicate(grammar.encode(errors="replace"))
+        if not said:
+            raise EngineError(
+                f"grammar: the process that checks it could not start (exit code {child.returncode})",
+                hint="see that `python -c 'import llguidance'` works on this host, and that it has memory left",
+            )
         return child.returncode == 0
     finally:
         if child.returncode is None:
