@@ -116,6 +116,14 @@ class TrainingConfig(Config):
         description="Processes that train together, one per GPU. Weights, optimizer state and tokens are sharded over "
         "them.",
     )
+    hang_minutes: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Minutes that a rank waits for the others in one exchange before the trainer stops and names those "
+        "that did not come. A step has many exchanges, so this is no limit for steps; raise it if one rank may be this "
+        "much later than the others, such as with the reading of a checkpoint.",
+    )
     expert_parallel: int = Field(
         default=1,
         ge=1,

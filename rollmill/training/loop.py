@@ -182,13 +182,12 @@ class Trainer(Generic[Batch]):
         return self._explained(f"after step {self.step}, the trainer", parts)
 
     def _next_batch(self) -> Batch | None:
-        batch = None
         if self._objective.needs_commits:
             self._settle()
-        if self._placement.first:
-            lr = learning_rate(self._config.optimizer, self.step + 1, self._steps)
-            batch = self._objective.next_batch(self.step + 1, lr, self._lineage, self._is_stopping)
-        return self._placement.from_first(batch)
+        lr = learning_rate(self._config.optimizer, self.step + 1, self._steps)
+        return self._placement.from_first_slowly(
+            lambda: self._objective.next_batch(self.step + 1, lr, self._lineage, self._is_stopping)
+        )
 
     def _is_stopping(self) -> bool:
         # without a commit no group starts: waiting for groups would never end

@@ -85,13 +85,15 @@ class Chosen:
 
 def open_mixture(sections: Sequence[SourceSection], context: StageContext) -> Mixture:
     """Open the sources of a stage. Collective: the first rank builds the indexes, then the others read them."""
-    if not context.placement.first:
-        context.placement.from_first(None)
-    parts = [_open(section, number, context) for number, section in enumerate(sections)]
-    mixture = Mixture(parts, context.seed)
+
+    def opened() -> list[Part]:
+        return [_open(section, number, context) for number, section in enumerate(sections)]
+
+    made: list[Part] = []
+    context.placement.from_first_slowly(lambda: made.extend(opened()))
+    mixture = Mixture(made or opened(), context.seed)
     if context.placement.first:
         mixture.report()
-        context.placement.from_first(None)
     return mixture
 
 

@@ -9,6 +9,7 @@ The loop and all it uses are the same for both. With a sharded placement every r
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -104,6 +105,15 @@ class Placement(Protocol):
 
     def from_first(self, value: T) -> T:
         """The first rank's value, on every rank. Collective."""
+        ...
+
+    def from_first_slowly(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, on every rank: for work of the first rank that may take any time.
+        Collective."""
+        ...
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """If ranks wait too long for others inside, the error names those that did not come."""
         ...
 
     def gather(self, value: T) -> list[T]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,6 +41,12 @@ class WholePlacement:
 
     def from_first(self, value: T) -> T:
         return value
+
+    def from_first_slowly(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def gather(self, value: T) -> list[T]:
         return [value]

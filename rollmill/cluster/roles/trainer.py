@@ -41,10 +41,20 @@ def main(run: RunDirectory, name: str = "") -> None:
     telemetry.label_events(stage=name)
     device = choose_device(config.device)
     placement = place(name, device, stage.training)
-    parent = placement.from_first(_parent(run, stage, weights) if placement.first else None)
+    with placement.watched():
+        trainer = _trainer(run, stage, weights, placement)
+        trainer.run(stage.steps)
+    placement.leave()
+    if trainer.step < stage.steps:
+        raise SystemExit(TERMINATED)
+
+
+def _trainer(run: RunDirectory, stage: StageSection, weights: WeightStore, placement: Placement) -> Trainer[Any]:
+    config, name, device = run.config, stage.name, choose_device(run.config.device)
+    parent = placement.from_first_slowly(lambda: _parent(run, stage, weights))  # it may import a checkpoint
     model = config.model_of(name)
     training = fitted(stage.training, model, device)
-    trainer = Trainer(
+    return Trainer(
         training,
         model,
         _objective(run, stage, weights, training, placement),
@@ -60,10 +70,6 @@ def main(run: RunDirectory, name: str = "") -> None:
         device=config.device,
         placement=placement,
     )
-    trainer.run(stage.steps)
-    placement.leave()
-    if trainer.step < stage.steps:
-        raise SystemExit(TERMINATED)
 
 
 def _parent(run: RunDirectory, stage: StageSection, weights: WeightStore) -> Version | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +59,12 @@ class ShardedPlacement:
 
     def from_first(self, value: T) -> T:
         return self._world.from_first(value)
+
+    def from_first_slowly(self, make: Callable[[], T]) -> T:
+        return self._world.from_first_slowly(make)
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        return self._world.watched()
 
     def gather(self, value: T) -> list[T]:
         return self._world.gather(value)
@@ -138,5 +145,5 @@ def join_ranks(
     name: str, device: torch.device, config: TrainingConfig, environment: Mapping[str, str]
 ) -> ShardedPlacement:
     """Meet the ranks that the environment describes. Collective."""
-    world = join(name, device, environment)
+    world = join(name, device, environment, config.hang_minutes)
     return ShardedPlacement(world, Meshes(world.size, config.expert_parallel, config.context_parallel, device))

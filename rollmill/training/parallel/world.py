@@ -1,13 +1,21 @@
 """Which rank this process is, and how ranks agree.
 
 A rank learns who it is from the variables torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+
+A rank that ends closes its connections, and the others stop at once. One that hangs is found by a time-out of each
+collective. It bounds how much later one rank may come to it than another, not a step: a step has many collectives, in
+which ranks meet. What only the first rank does, and may take long (waiting for groups, importing, indexing), goes
+through `from_first_slowly`, which tells the others every now and then to go on waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +23,17 @@ import torch.distributed as dist
 
 from rollmill.errors import TrainingError
 
-# The first rank may wait long for groups to train on, and the others wait for it. If a rank dies, its connections close
-# and the others stop waiting at once.
-PATIENCE = datetime.timedelta(days=30)
+_BEATS = 4  # in the time of a time-out
+_LONGEST_GRACE_S = 180.0  # for the others to say that they wait too
 
 T = TypeVar("T")
 
 
 class World:
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, store: dist.Store, patience: datetime.timedelta) -> None:
         self.rank = rank
         self.size = size
+        self._store, self._patience = store, patience
 
     @property
     def first(self) -> bool:
@@ -37,6 +45,54 @@ class World:
         box: list[Any] = [value if self.first else None]
         dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
         return box[0]
+
+    def from_first_slowly(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, on every rank, however long it takes. Nothing in it is collective."""
+        if not self.first:
+            while True:
+                done, value = self.from_first((False, None))
+                if done:
+                    return value
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(self._patience.total_seconds() / _BEATS):
+                self.from_first((False, None))
+
+        beating = threading.Thread(target=beat, name="beat", daemon=True)
+        beating.start()
+        try:
+            value = make()
+        finally:
+            ended.set()
+            beating.join()
+        return self.from_first((True, value))[1]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """If a collective inside times out, the error names the ranks that did not come to it."""
+        try:
+            yield
+        except RuntimeError as error:  # of torch
+            if "timed out" not in str(error).lower():
+                raise
+            missing, minutes = self._missing(), self._patience.total_seconds() / 60
+            who = f"rank {', '.join(map(str, missing))} did not come" if missing else "their messages did not arrive"
+            raise TrainingError(
+                f"rank {self.rank} waited {minutes:g} minutes for the other ranks: {who}",
+                hint="see the log of that rank, and its stack with py-spy; if it was only slow, raise hang_minutes",
+            ) from error
+
+    def _missing(self) -> list[int]:
+        """The ranks that do not say that they wait too."""
+        self._store.set(f"waits/{self.rank}", b"")
+        deadline = time.monotonic() + min(self._patience.total_seconds() / 2, _LONGEST_GRACE_S)
+        missing = list(range(self.size))
+        while missing and time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):  # the rank that has the store may be gone
+                missing = [rank for rank in missing if not self._store.check([f"waits/{rank}"])]
+            time.sleep(0.2)
+        return missing
 
     def all(self, value: bool) -> bool:
         """Whether it is true on every rank."""
@@ -58,10 +114,13 @@ class World:
         dist.destroy_process_group()
 
 
-def join(name: str, device: torch.device, environment: Mapping[str, str] = os.environ) -> World:
+def join(
+    name: str, device: torch.device, environment: Mapping[str, str] = os.environ, hang_minutes: float = 30.0
+) -> World:
     """Meet the ranks that the environment describes. Collective.
 
-    `name`: what they meet for. Groups of ranks may meet at the same address one after the other.
+    `name`: what they meet for. Groups of ranks may meet at the same address one after the other. `hang_minutes`: how
+    long a rank waits for the others in a collective.
     """
     size = int(environment["WORLD_SIZE"])
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
@@ -81,7 +140,8 @@ def join(name: str, device: torch.device, environment: Mapping[str, str] = os.en
         torch.cuda.set_device(place)
         backend = "cpu:gloo,cuda:nccl"
     rank = int(environment["RANK"])
-    meeting, _, _ = next(dist.rendezvous("env://", rank, size, timeout=PATIENCE))
+    patience = datetime.timedelta(minutes=hang_minutes)
+    meeting, _, _ = next(dist.rendezvous("env://", rank, size, timeout=patience))
     store = dist.PrefixStore(name, meeting)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    return World(rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    return World(rank, size, store, patience)
