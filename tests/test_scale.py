@@ -16,29 +16,20 @@ import numpy as np
 import pytest
 
 import rollmill
+from benchmarks.growth_weights import Requests, shards_of, version_of
 from rollmill.inference.sections import EnginesSection, engine_specs
 from rollmill.storage.objects import Objects
 from rollmill.training.parallel import split as split_module
 from rollmill.training.parallel.publish import plan_parcels
-from rollmill.training.parallel.rows import Rows
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
-from rollmill.weights.format.codings import encode_full
 from rollmill.weights.format.manifest import (
-    Base,
-    Encoding,
-    Manifest,
     Pack,
-    Payload,
-    chunk_digest,
-    digest_bytes,
-    root_digest,
 )
 from rollmill.weights.reading.image import Image
 from rollmill.weights.reading.patches import Patches
 from rollmill.weights.reading.plan import Leg, Source
 from rollmill.weights.regions.collect import collect
-from rollmill.weights.writing.encoder import entries_of
 from rollmill.weights.writing.sharded import PartPublisher, part_key
 
 FEW, MANY = 16, 128
@@ -86,22 +77,6 @@ def _plain(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, Counted) else value
 
 
-class Requests:
-    """A store's backend that counts the requests it gets."""
-
-    def __init__(self, objects: Objects) -> None:
-        self._behind, self.count = objects._backend, Counter[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._behind, name)
-
-        def counted(*arguments: Any, **settings: Any) -> Any:
-            self.count[name] += 1
-            return call(*arguments, **settings)
-
-        return counted
-
-
 def counted(objects: Objects) -> tuple[Objects, Requests]:
     requests = Requests(objects)
     return Objects(requests, "memory://"), requests
@@ -147,15 +122,10 @@ def test_sequences_find_their_ranks_in_time_linear_in_both() -> None:
     assert cost(MANY) <= 2 * LINEAR * max(cost(FEW), 1)  # of a heap: N · log N
 
 
-def _shards(rows: int, ranks: int) -> list[Rows]:
-    share = -(-rows // ranks)
-    return [Rows((rows, 1 << 20), min(r * share, rows), min((r + 1) * share, rows)) for r in range(ranks)]
-
-
 def test_who_publishes_which_chunk_is_planned_in_time_linear_in_chunks_and_ranks() -> None:
     def cost(ranks: int) -> int:
         layout = (("a.weight", "bf16", (64 * ranks, 1 << 20)),)
-        return steps(lambda: plan_parcels(layout, {"a.weight": _shards(64 * ranks, ranks)}))
+        return steps(lambda: plan_parcels(layout, {"a.weight": shards_of(64 * ranks, ranks)}))
 
     assert cost(MANY) <= LINEAR * cost(FEW)
 
@@ -206,31 +176,10 @@ def test_engines_get_their_names_in_time_linear_in_their_number() -> None:
 # -- weights
 
 
-def _version(number: int, count: int, base: Manifest | None) -> tuple[Manifest, dict[str, bytes]]:
-    """A version of `count` tensors of one chunk, each in a pack of its own, and the packs by their digest."""
-    layout = tuple((f"t{place:05d}", "bf16", (8,)) for place in range(count))
-    data = [np.array([number, place] * 4, np.uint16).view(np.uint8) for place in range(count)]
-    entries = entries_of(layout, [chunk_digest(each.data) for each in data])
-    coded = [encode_full(each, 2) for each in data]
-    encoding = Encoding(
-        base=Base(number=base.number, digest=base.digest) if base else None,
-        packs=tuple(Pack(digest=digest_bytes(each), bytes=len(each)) for each in coded),
-        payloads=tuple(
-            Payload(first=place, chunks=1, pack=place, offset=0, bytes=len(each), coding="raw")
-            for place, each in enumerate(coded)
-        ),
-        changed_elements=8 * count,
-    )
-    kind = "delta" if base else "snapshot"
-    facts = {"line": "rl", "number": number, "form": "bf16", "first": 0, "writer": "w", "created_at": 0.0}
-    manifest = Manifest(digest=root_digest(entries), tensors=entries, **{kind: encoding}, **facts)
-    return manifest, {digest_bytes(each): each for each in coded}
-
-
 def test_a_pack_that_arrives_costs_its_own_chunks_not_the_whole_table() -> None:
     def cost(count: int) -> int:
-        base, packs = _version(0, count, None)
-        after, more = _version(1, count, base)
+        base, packs = version_of(0, count, None)
+        after, more = version_of(1, count, base)
         read = {**packs, **more}
 
         def pack_of(_: object, pack: Pack) -> bytes:
