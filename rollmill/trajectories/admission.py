@@ -17,6 +17,7 @@ groups and not written them yet chooses again (`Ledger.write_step`): the new gro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -71,7 +72,7 @@ class Room:
     committed: int  # the newest committed step
     written: int  # the newest step that has its groups
     open: int  # groups that are not final
-    untaken: Sequence[int]  # the deadlines of the groups that no step has taken
+    untaken: Mapping[int, int]  # deadline → how many groups with it no step has taken
 
     def judge(self, group: Experience) -> tuple[Decision, str]:
         deadline, first = self.pace.deadline(group.oldest), self.written + 1
@@ -89,12 +90,17 @@ class Room:
         return "admitted", f"by step {deadline}"
 
     def _fits(self, deadline: int) -> bool:
-        due = sorted([*self.untaken, deadline])
+        due = sorted({*self.untaken, deadline})  # few: nobody is older than the staleness bound
+        counts = itertools.accumulate(self.untaken.get(each, 0) + (each == deadline) for each in due)
         size = self.pace.groups_per_step
-        return all(count <= size * (each - self.written) for count, each in enumerate(due, start=1) if each >= deadline)
+        return all(
+            count <= size * (each - self.written) for each, count in zip(due, counts, strict=True) if each >= deadline
+        )
 
     def with_group(self, group: Experience) -> Room:
-        return replace(self, open=self.open + 1, untaken=[*self.untaken, self.pace.deadline(group.oldest)])
+        deadline = self.pace.deadline(group.oldest)
+        untaken = {**self.untaken, deadline: self.untaken.get(deadline, 0) + 1}
+        return replace(self, open=self.open + 1, untaken=untaken)
 
 
 def oldest_position(trajectory: Trajectory, position: Callable[[PolicyRef], int | None]) -> int | str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -266,7 +267,7 @@ class Ledger:
                 committed=steps.committed(connection, self.run),
                 written=steps.newest(connection, self.run),
                 open=connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one(),
-                untaken=[pace.deadline(row.min_version) for row in untaken],
+                untaken=Counter(pace.deadline(row.min_version) for row in untaken),
             )
             for group in found:
                 verdict = self._judge(connection, group, room)

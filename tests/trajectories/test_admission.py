@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -143,14 +144,25 @@ def test_a_group_does_not_push_others_over_their_deadlines() -> None:
     group = Experience("x", "task", "other", (), oldest=2)  # due by step 5
 
     def judged(*untaken: int) -> str:
-        return Room(pace, committed=4, written=4, open=len(untaken), untaken=untaken).judge(group)[0]
+        return Room(pace, committed=4, written=4, open=len(untaken), untaken=Counter(untaken)).judge(group)[0]
 
     assert judged() == judged(5) == judged(5, 7, 7) == "admitted"
     assert judged(5, 5) == "no_room", "step 5 is full"
     assert judged(6, 6, 6) == "admitted" and judged(6, 6, 6, 6) == "no_room", "one of them would be too old after 6"
     assert judged(7, 7, 7, 7, 7, 7) == "no_room"
     last = dataclasses.replace(pace, steps=4)
-    assert Room(last, committed=4, written=4, open=0, untaken=()).judge(group)[0] == "refused"
+    assert Room(last, committed=4, written=4, open=0, untaken={}).judge(group)[0] == "refused"
+
+
+def test_what_is_known_of_the_room_does_not_grow_with_the_groups() -> None:
+    """A cycle admits all its conversations at once: each is judged by counts of deadlines, not by all groups."""
+    room, groups = Room(Pace(500, 1, 3, 4), committed=0, written=0, open=0, untaken={}), 2001
+    for number in range(groups):
+        group = Experience(str(number), "", "production", (), oldest=-(number % 2))
+        decision, _ = room.judge(group)
+        assert decision == ("admitted" if number < 2000 else "no_room")
+        room = room.with_group(group)
+    assert room.untaken == {3: 1000, 4: 1001} and room.open == groups
 
 
 def test_a_trajectory_that_was_deleted_meanwhile(store: TrajectoryStore, objects: Objects, ledger: Ledger) -> None:
