@@ -109,12 +109,19 @@ def export(
     version: VersionRange = None,
     split: Split = None,
     sort: Sort = "oldest",
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--everything", help="also held-out tasks, evaluations and users without consent: to read, not to train on"
+        ),
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="export at most this many")] = None,
 ) -> None:
     """Write trajectories to a file. The openai form can be read by a stage: kind = "conversations".
 
-    Parquet has one row per segment, with tokens, which of them were sampled, their log-probs and the weights that
-    sampled them. Quarantined and deleted trajectories are left out.
+    Held-out tasks and evaluations are left out, unless --split asks for them: who trains on them measures nothing any
+    more. So are conversations whose users did not agree to training, quarantined and deleted ones. Parquet has one row
+    per segment, with tokens, which of them were sampled, their log-probs and the weights that sampled them.
 
     For example:
 
@@ -125,10 +132,18 @@ def export(
 
     if format not in ("openai", "parquet"):
         raise ConfigError(f"--format {format!r} is unknown", hint="openai or parquet")
-    query = query_of(one_state(state, False), solved, reward, length, task, version, split, sort, limit)
+    query = query_of(one_state(state, False), solved, reward, length, task, version, split, sort, None)
     _, store = _open(run_dir, None, None)
     check_split(store, split)
-    count, left_out = export_trajectories(store, store.find(query), format, out)  # type: ignore[arg-type]
+    count, left_out = export_trajectories(
+        store,
+        store.find(query),
+        format,  # type: ignore[arg-type]
+        out,
+        split=split,
+        everything=everything,
+        limit=limit,
+    )
     reasons = "".join(f"; left out: {number} {reason}" for reason, number in left_out.items())
     print(f"{out}: {count} trajectories{reasons}")
 

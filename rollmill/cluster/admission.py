@@ -28,14 +28,13 @@ from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.admission import Experience, Member, Verdict, copied_row, oldest_position, renamed
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.rows import EVALUATION, TrajectoryRow
 from rollmill.trajectories.schema import encode_trajectory
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import PolicyRef, TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore, newest_line
 
 POLL_S = 0.05
-_EVAL = "/eval-"  # in the key of an evaluation: see evals.run.Examination
 _UNSETTLED = (TrajectoryState.running, TrajectoryState.finished)
 
 
@@ -125,9 +124,9 @@ class _Admission:
         if unsettled is not None or not graded:
             raise TrajectoryError(f"{(unsettled or rows[0]).state}, not graded")
         for row in graded:
-            if _EVAL in row.run:
+            if EVALUATION in row.run:
                 raise TrajectoryError("of an evaluation: training on it would spoil the measurement")
-            if row.provenance.get("consent", "train") != "train":
+            if not row.may_train:
                 raise TrajectoryError("its user did not agree to training")
             if self.apart and "user" in row.provenance:
                 raise TrajectoryError(

@@ -151,9 +151,10 @@ class GatewayConfig(Config):
         description="Seconds for which the gateway remembers an API key. A revoked key is refused after that time.",
     )
     consent: Literal["none", "store", "train"] = Field(
-        default="train",
+        default="store",
         description="What may be kept of production requests that say nothing, with keys that say nothing: `none` is "
-        "never written, `store` is never trained on.",
+        "never written, `store` is never trained on, `train` is for real-time RL. A key says it with `rollmill keys "
+        "create --consent`, a request with the header x-rollmill-consent.",
     )
     redaction: RedactionSection = Field(
         default={},

@@ -27,6 +27,7 @@ from rollmill.gateway.sessions.sessions import Session, is_id
 from rollmill.gateway.sessions.stored import Stored, no_such_item, no_such_response
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.workers import Workers, opening
+from rollmill.trajectories.rows import consent_of
 
 log = logging.getLogger(__name__)
 OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()
@@ -223,7 +224,7 @@ class ModelRoutes:
 
     def _check_consent(self, http: web.Request, session: Session, request: ModelRequest) -> None:
         """A session that was opened with its own key keeps its consent. Raises 400 for a request with another one."""
-        own = str(session.facts.provenance.get("consent", "train"))
+        own = consent_of(session.facts.provenance)
         asked = self._privacy.consent(http.headers, own, request)
         if asked != own:
             raise GatewayError(

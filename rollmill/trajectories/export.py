@@ -8,6 +8,7 @@ parquet    one row per segment: tokens, sampled, logprobs, policy, policies, spa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -32,13 +33,23 @@ Found = tuple[TrajectoryRow, Trajectory]
 
 
 def export_trajectories(
-    store: TrajectoryStore, rows: Iterable[TrajectoryRow], format: Format, target: Path
+    store: TrajectoryStore,
+    rows: Iterable[TrajectoryRow],
+    format: Format,
+    target: Path,
+    *,
+    split: str | None = None,
+    everything: bool = False,
+    limit: int | None = None,
 ) -> tuple[int, Counter[str]]:
-    """Write a file that does not exist yet. Returns how many trajectories it has, and those left out, by reason."""
+    """Write a file that does not exist yet. Returns how many trajectories it has, and those left out, by reason.
+
+    What others train on should not spoil their measurements: held-out tasks and evaluations are left out unless `split`
+    asks for them, and conversations whose users did not agree to training always. `everything`: nothing of this."""
     if target.exists():
         raise ConfigError(f"{target} exists already", hint="name another file, or remove it")
     left_out: Counter[str] = Counter()
-    found = _load(store, rows, left_out)
+    found = itertools.islice(_load(store, rows if everything else _fit(rows, split, left_out), left_out), limit)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,6 +61,14 @@ def export_trajectories(
         with contextlib.suppress(OSError):
             draft.unlink()
     return count, left_out
+
+
+def _fit(rows: Iterable[TrajectoryRow], split: str | None, left_out: Counter[str]) -> Iterator[TrajectoryRow]:
+    for row in rows:
+        if row.unfit is None or (row.may_train and split is not None):
+            yield row
+        else:
+            left_out[row.unfit] += 1
 
 
 def _load(store: TrajectoryStore, rows: Iterable[TrajectoryRow], left_out: Counter[str]) -> Iterator[Found]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from rollmill.storage.database import among
 from rollmill.trajectories.storable import from_json, is_key
 from rollmill.trajectories.tables import trajectories
 from rollmill.types import LedgerState, TrafficClass, TrajectoryState
+
+EVALUATION = "/eval-"  # in the key of an evaluation: see evals.run.Examination
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,20 @@ class TrajectoryRow:
     regions: str | None
     turns: int | None
 
+    @property
+    def unfit(self) -> str | None:
+        """Why nothing may be trained on it, whatever stage asks; None if something may."""
+        if not self.may_train:
+            return "without consent to training"
+        if EVALUATION in self.run:
+            return "of an evaluation"
+        return None if self.split in (None, "train") else f"of the split {self.split}"
+
+    @property
+    def may_train(self) -> bool:
+        """Whether nobody's consent is missing."""
+        return self.traffic != "production" or consent_of(self.provenance) == "train"
+
 
 @dataclass(frozen=True)
 class FeedbackRow:
@@ -82,6 +98,11 @@ def rows_of(connection: sa.Connection, ids: Sequence[str]) -> list[TrajectoryRow
         if id not in found:
             raise missing(id)
     return [found[id] for id in ids]
+
+
+def consent_of(provenance: Mapping[str, Any]) -> str:
+    """What the user of a production conversation agreed to. Only what was said counts as consent to training."""
+    return str(provenance.get("consent", "store"))
 
 
 def to_row(row: sa.Row[Any]) -> TrajectoryRow:

@@ -25,7 +25,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import LedgerState, PolicyRef, Reward, Version
+from rollmill.types import LedgerState, PolicyRef, Reward, TrafficClass, Version
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 from tests.trajectories import build
@@ -59,6 +59,7 @@ class Mill:
         task: str = "bug/7",
         user: str = "",
         of: str = "",
+        consent: str = "train",
     ) -> list[str]:
         """A graded group; trajectory n was sampled by version n. `run` is a part of its key, or `production`,
         which is `of` a run: not given, of this one."""
@@ -72,7 +73,10 @@ class Mill:
             self.objects.put(f"trajectories/{id}.zst", encode_trajectory(made))
             key = run if run == "production" else f"{self.run.id}/{run}"
             facts = {"split": split, "user": user, "run": (of or self.run.id) if run == "production" else ""}
-            self.store.create(key, group, task, [id], {name: value for name, value in facts.items() if value})
+            facts |= {"consent": consent} if run == "production" else {}
+            traffic: TrafficClass = "production" if run == "production" else "rollout"
+            provenance = {name: value for name, value in facts.items() if value}
+            self.store.create(key, group, task, [id], provenance, traffic)
             self.store.finish(id, f"trajectories/{id}.zst", None, **seal_facts(made))
             self.store.grade(id, Reward(float(number)))
         return ids
@@ -145,6 +149,9 @@ def test_production_needs_the_population_baseline(tmp_path: Path, first: Mill) -
     alone = Mill(tmp_path, "alone", "stages.rl.baseline=population")
     alone.publish("midtrain", 0, -1.0)
     alone.publish("rl", 0, 0.0, Version("midtrain", 0))
+    (id,) = alone.add_group("said-nothing", ["rl@0"], run="production", split="", consent="")
+    (verdict,) = admit_trajectories(alone.run, "rl", [alone.store.get(id)])
+    assert (verdict.decision, verdict.reason) == ("refused", "its user did not agree to training")
     (id,) = alone.add_group("", ["rl@0"], run="production", split="")
     (verdict,) = admit_trajectories(alone.run, "rl", [alone.store.get(id)])
     assert verdict.decision == "admitted" and verdict.group_id == id, "it becomes a group of one"

@@ -60,8 +60,20 @@ async def test_consent_is_that_of_the_request_or_its_key_or_the_settings(mill: M
         found[consent] = (await door.say(secret, [USER], headers=headers))["rollmill"]["trajectory"]
     assert (await door.admin("POST", f"/sessions/{found['']}/seal", {}))[0] == 410
     assert (await door.seal(found["store"])).provenance["consent"] == "store"
-    assert "consent" not in (await door.seal(found["train"])).provenance
+    assert (await door.seal(found["train"])).provenance["consent"] == "train"
     assert (await door.ask(LIVE, [USER], {"x-rollmill-consent": "maybe"}))[0] == 400
+
+
+async def test_nobody_has_agreed_to_training_who_said_nothing(mill: Mill, answers: Answers) -> None:
+    """Nor a session that an admin opened."""
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    said = (await door.say(LIVE, [USER]))["rollmill"]["trajectory"]
+    key = await door.open("a", traffic="production")
+    await door.say(key, [USER])
+    for trajectory in (said, "a"):
+        await door.seal(trajectory)
+        row = door.trajectories.get(trajectory)
+        assert row.traffic == "production" and not row.may_train
 
 
 async def test_requests_are_redacted_before_the_model_sees_them(mill: Mill, answers: Answers) -> None:

@@ -27,7 +27,7 @@ from rollmill.training.source import SourceContext
 from rollmill.training.sources.conversations import Conversations, ConversationSettings
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import Reward
+from rollmill.types import Reward, TrafficClass
 from tests.trajectories import build
 
 PATH = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -106,7 +106,7 @@ def test_the_openai_form_is_read_back_with_the_same_tokens(run: RunDirectory, tm
         (["--reward", "0.2.."], ["t1", "t2"]),
         (["--solved"], ["t1"]),
         (["--task", "b"], ["t2", "t3"]),
-        (["--state", "graded", "--sort", "reward", "--limit", "2"], ["t1"]),
+        (["--state", "graded", "--sort", "reward", "--limit", "2"], ["t1", "t2"]),
     ],
 )
 def test_filters(run: RunDirectory, tmp_path: Path, filters: list[str], ids: list[str]) -> None:
@@ -149,3 +149,35 @@ def test_exports_that_are_refused(run: RunDirectory, tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match=r"pip install 'rollmill\[parquet\]'"):
         call("export", run.path, tmp_path / "out", "--format", "parquet")
     assert not list(tmp_path.glob("*out*")), "nothing is left behind"
+
+
+def test_what_nobody_may_train_on_is_left_out_unless_it_is_asked_for(run: RunDirectory, tmp_path: Path) -> None:
+    """An export is the way to a dataset: with held-out tasks in it, nothing measures what was learnt from it."""
+    objects = Objects.open(run.home_store)
+    store = TrajectoryStore(open_database(run.database_url), objects)
+    for id, key, facts in (
+        ("held", run.id, {"split": "heldout"}),
+        ("eval", f"{run.id}/eval-before", {"split": "train"}),
+        ("live", "production", {"run": run.id, "consent": "train"}),
+        ("private", "production", {"run": run.id, "consent": "store"}),
+        ("silent", "production", {"run": run.id}),
+    ):
+        traffic: TrafficClass = "production" if key == "production" else "rollout"
+        store.create(key, "g", "a/9", [id], facts, traffic)
+        made = build.trajectory(id, task_id="a/9", messages=MESSAGES)
+        objects.create(f"trajectories/{id}", encode_trajectory(made))
+        store.finish(id, f"trajectories/{id}", None, **seal_facts(made))
+        store.grade(id, Reward(1.0))
+
+    def exported(*options: str) -> tuple[list[str], str]:
+        out = tmp_path / f"{len(list(tmp_path.glob('*.jsonl')))}.jsonl"
+        told = call("export", run.path, out, "--solved", *options)
+        return [json.loads(line)["metadata"]["trajectory"] for line in out.read_text().splitlines()], told
+
+    names, told = exported()
+    assert names == ["t1", "live"]
+    for reason in ("1 of the split heldout", "1 of an evaluation", "2 without consent to training"):
+        assert f"left out: {reason}" in told
+    assert exported("--split", "heldout")[0] == ["held"]
+    assert exported("--everything")[0] == ["t1", "held", "eval", "live", "private", "silent"]
+    assert exported("--everything", "--limit", "2")[0] == ["t1", "held"]

@@ -4,7 +4,7 @@
 
     none      answered, and never written: no log, no payload, no row. The session lives in memory
     store     recorded, and never trained on
-    train     recorded
+    train     recorded, and real-time RL may learn from it
 
 A session has one consent. A request with another one starts a new session.
 """

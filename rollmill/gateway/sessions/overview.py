@@ -11,6 +11,7 @@ from rollmill.gateway.recording.recorder import LOG_NAME
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.workers import log_directories
+from rollmill.trajectories.rows import consent_of
 
 
 def describe_session(session: Session) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def describe_session(session: Session) -> dict[str, Any]:
         "run": facts.run,
         "task": facts.task_id,
         "key": facts.provenance.get("key"),
-        "consent": facts.provenance.get("consent", "train") if facts.traffic == "production" else None,
+        "consent": consent_of(facts.provenance) if facts.traffic == "production" else None,
         "segments": len(session.segments),
         "turns": len(turns),
         "tokens": sum(segment.length - segment.offset for segment in session.segments.values()),

@@ -26,6 +26,7 @@ from rollmill.gateway.sessions.segments import OpenSegment, Turn
 from rollmill.gateway.sessions.sessions import Session, SessionFacts, check_id
 from rollmill.gateway.sessions.stored import Stored, StoredResponses
 from rollmill.gateway.workers import log_directories
+from rollmill.trajectories.rows import consent_of
 from rollmill.types import Trajectory
 
 LIVE = "live-"  # the ids of production sessions that no one opened: requests began them
@@ -122,7 +123,7 @@ class Registry:
         messages: Sequence[Message],
         *,
         key_id: str,
-        consent: str = "train",
+        consent: str = "store",
         cache_key: str = "",
     ) -> Session:
         """The conversation that the client names, or the only one that these messages continue, or a new one."""
@@ -155,7 +156,7 @@ class Registry:
 
     def _provenance(self, key_id: str, user: str, consent: str) -> dict[str, Any]:
         of_user = {"user": pseudonym(self._secret, user)} if user else {}
-        return {"key": key_id, **self._of_run, **of_user, **({"consent": consent} if consent != "train" else {})}
+        return {"key": key_id, **self._of_run, **of_user, "consent": consent}
 
     def successor(self, session: Session) -> Session:
         """The session in which a production conversation continues after its own has ended."""
@@ -258,7 +259,7 @@ def key_id_of(provenance: Mapping[str, Any]) -> str:
 def _owner(provenance: Mapping[str, Any]) -> tuple[str, str, str]:
     """Key, consent and user of a conversation. A request in which one of them is another continues another one: what a
     user said can be found, and is kept as they agreed."""
-    return key_id_of(provenance), str(provenance.get("consent", "train")), str(provenance.get("user", ""))
+    return key_id_of(provenance), consent_of(provenance), str(provenance.get("user", ""))
 
 
 def _name(facts: SessionFacts) -> tuple[str, ...]:

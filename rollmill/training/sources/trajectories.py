@@ -73,7 +73,7 @@ class Trajectories:
         query = TrajectoryQuery(state="graded", split=self._config.split, reward=(self._config.min_reward, None))
         # the trajectories of a stage are keyed by run and stage
         mine = (row for row in store.find(query) if run_id in (None, row.run, row.run.partition("/")[0]))
-        found = [row.id for row in mine if row.provenance.get("consent", "train") == "train"]
+        found = [row.id for row in mine if row.may_train]
         segments: list[list[Any]] = []
         skipped: Counter[str] = Counter()
         problems: list[str] = []
