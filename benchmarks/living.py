@@ -53,6 +53,7 @@ SETTINGS = (
     f"stages.midtrain.steps={MIDTRAIN}",
     "stages.midtrain.sources.0.asks=0.1",
     "gateway.seal_idle_s=3.0",
+    "gateway.consent=train",
     "cycle.settle_s=2.0",
     f"cycle.share={SHARE}",
     "evals.attempts=2",

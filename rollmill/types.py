@@ -116,6 +116,7 @@ class Span:
     answered: int = 0  # tokens of the same answer before this span: another engine may continue an answer
     outcome: bool = False  # its client declared this answer the outcome of the episode
     after_tools: bool = False  # it answers tool results: what the user asked before is still being worked on
+    answer: int = 0  # the number of its answer in the segment, as clients know it: signals of users name it
 
 
 @dataclass
@@ -139,6 +140,7 @@ class Segment:
 
 
 TURN = "turn."  # prefix of the parts of a reward that single turns earned: turn.0 is the first answer
+ANSWER = "answer."  # prefix of the parts that users' signals about single answers gave: answer.SEGMENT/NUMBER
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class Reward:
     """A grade: its value, what it is made of, and the evidence. Append-only; a step pins the one it used.
 
     `parts["turn.2"]` is what the third answer alone earned of the value, for credit by turns.
+    `parts["answer.live-1.0/2"]` is the advantage of one answer that users said something about, for credit by answers;
+    `parts["answer."]` that of what they said about the whole conversation.
     """
 
     value: float

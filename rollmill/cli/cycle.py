@@ -41,18 +41,22 @@ def run_cycles(
     """
     from rich.console import Console
 
-    from rollmill.cluster.cycle import CycleDriver
+    from rollmill.cluster.cycle import CycleDriver, left_out
     from rollmill.cluster.extend import change_cycle
     from rollmill.cluster.naming import open_with_index
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     run = change_cycle(open_with_index(directory), overrides or ())
-    told: list[tuple[int, str]] = []
+    told: set[tuple[int, str]] = set()
 
     def tell(cycle: Cycle) -> None:
-        if (cycle.number, cycle.state) not in told:
-            told.append((cycle.number, cycle.state))
+        before = len(told)
+        told.add((cycle.number, cycle.state))
+        if len(told) > before:
             console.print(f"cycle {cycle.number}: {cycle.state}: {driver.journal.history(cycle.number)[-1].reason}")
+        elif cycle.state == "collecting" and not told.issuperset(new := {(cycle.number, why) for why in driver.found}):
+            told.update(new)  # once for each reason, and once when the first can be trained on
+            console.print(f"cycle {cycle.number}: {left_out(driver.found)}")
 
     driver = CycleDriver(run, tell)
     done = 0

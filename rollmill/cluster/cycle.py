@@ -26,8 +26,8 @@ from rollmill.errors import WeightsError
 from rollmill.evals.gate import GateConfig
 from rollmill.gateway.routing.splits import SplitStore
 from rollmill.realtime.canary import Arm, decide
-from rollmill.realtime.collect import read_conversations
-from rollmill.realtime.distil import TRAINABLE, Conversation, Distilled, Lag, distil
+from rollmill.realtime.collect import Conversations
+from rollmill.realtime.distil import TRAINABLE, WITHOUT_CONSENT, Conversation, Distilled, Lag, distil
 from rollmill.realtime.journal import Cycle, Journal
 from rollmill.realtime.rule import reward_of
 from rollmill.storage.database import open_database
@@ -58,6 +58,7 @@ class CycleDriver:
         self._splits = SplitStore(self._engine, run.id)
         self._on_tick = on_tick
         self.journal = Journal(self._engine, run.id)
+        self.found: Counter[str] = Counter()  # conversations of the cycle that collects: trainable, or why not
 
     def run_cycle(self) -> Cycle:
         """Take the cycle that is not over, or a new one, to its end."""
@@ -65,6 +66,8 @@ class CycleDriver:
             live = self._live()
             before = self.journal.current()
             since = before.facts.get("until", before.started_at) if before is not None else 0.0
+            number = before.number + before.is_over if before is not None else 1
+            cycle_run(self._run, number, str(live), self._config.enough)  # raises now for settings it cannot train with
             cycle = self.journal.begin({"since": since}, f"waiting for {self._config.enough} conversations of {live}")
             while not cycle.is_over:
                 self._on_tick(cycle)
@@ -86,17 +89,21 @@ class CycleDriver:
 
     def _collect(self, cycle: Cycle) -> Cycle:
         """Wait until enough conversations can be trained on."""
+        ended, known = self._conversations(ended_after=cycle.facts["since"]), None
         while True:
             live, until = self._live(), time.time() - self._config.settle_s
-            found = self._distilled(cycle.facts["since"], until, live)
-            if found.counts[TRAINABLE] >= self._config.enough:
-                reason = f"{found.counts[TRAINABLE]} conversations of {live} can be trained on"
+            if ended.look(until) or live != known:
+                self.found, known = self._distilled(ended.found, live).counts, live
+            if self.found[TRAINABLE] >= self._config.enough:
+                reason = f"{self.found[TRAINABLE]} conversations of {live} can be trained on"
                 return self.journal.move(cycle, "distilling", reason, live=str(live), until=until)
             self._wait(cycle)
 
     def _distil(self, cycle: Cycle) -> Cycle:
         """Store the rewards, and which conversations are trained on."""
-        found = self._distilled(cycle.facts["since"], cycle.facts["until"], _version(cycle.facts["live"]))
+        ended = self._conversations(ended_after=cycle.facts["since"])
+        ended.look(cycle.facts["until"])
+        found = self._distilled(ended.found, _version(cycle.facts["live"]))
         for id, reward in found.rewards.items():
             self._trajectories.grade(id, reward)
         facts = {
@@ -164,11 +171,13 @@ class CycleDriver:
         """Give a share of production to the candidate until it is decided. However this ends, nobody watches the
         canary any more, so all goes to the live version; of a process that is killed, gateways find out themselves."""
         config, since = self._config, cycle.updated_at
+        ended = self._conversations(ended_after=since, begun_at=since)
         try:
             while True:
                 self._splits.put(config.model, {LIVE: 1 - config.share, CANDIDATE: config.share})
-                arms = self._arms(cycle, since)
-                verdict = decide(*arms, max_loss=config.max_loss, sessions=config.canary_sessions)
+                ended.look(time.time() - config.settle_s)
+                arms = [self._arm(ended.found, _version(cycle.facts[name])) for name in ("live", CANDIDATE)]
+                verdict = decide(arms[0], arms[1], max_loss=config.max_loss, sessions=config.canary_sessions)
                 if verdict.decision != "go on":
                     break
                 self._wait(cycle)
@@ -177,14 +186,6 @@ class CycleDriver:
         state = {"promote": "promoting", "hold": "held", "roll back": "rolling_back"}[verdict.decision]
         facts = {"canary": {**asdict(verdict), "live": arms[0]._asdict(), "candidate": arms[1]._asdict()}}
         return self.journal.move(cycle, state, f"{verdict.decision}: {verdict.reason}", **facts)
-
-    def _arms(self, cycle: Cycle, since: float) -> tuple[Arm, Arm]:
-        settle_s = self._config.settle_s
-        conversations = read_conversations(
-            self._engine, self._run.id, time.time() - settle_s, settle_s=settle_s, begun_at=since
-        )
-        live, candidate = (self._arm(conversations, _version(cycle.facts[name])) for name in ("live", CANDIDATE))
-        return live, candidate
 
     def _arm(self, conversations: list[Conversation], version: Version) -> Arm:
         """Consent to training is not needed to count who accepts what."""
@@ -228,11 +229,12 @@ class CycleDriver:
             )
         return version
 
-    def _distilled(self, since: float, until: float, live: Version) -> Distilled:
-        settle_s = self._config.settle_s
-        found = read_conversations(self._engine, self._run.id, until, settle_s=settle_s, ended_after=since)
+    def _conversations(self, **bounds: float) -> Conversations:
+        return Conversations(self._engine, self._run.id, settle_s=self._config.settle_s, **bounds)
+
+    def _distilled(self, found: list[Conversation], live: Version) -> Distilled:
         lag = lag_behind(self._weights, live, self._run.config.form)
-        return distil(found, lag, self._config.rule, self._config.max_lag)
+        return distil(found, lag, self._config.rule, self._config.max_lag, self._config.most_of_user)
 
     def _key(self, cycle: Cycle, what: str) -> str:
         return f"cycles/{self._run.id}/{cycle.number}/{what}.json"
@@ -261,6 +263,15 @@ def learnt_tokens(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     for event in steps.values():
         found.update({f"left out ({why})": count for why, count in event.get("masked", {}).items() if count})
     return dict(found)
+
+
+def left_out(counts: Mapping[str, int]) -> str:
+    """What a cycle that collects has found, with the way to consent if that is missing."""
+    told = _told(counts) or "none has ended yet"
+    if not counts.get(WITHOUT_CONSENT):
+        return f"conversations so far: {told}"
+    hint = 'nobody agreed to training: a key with `rollmill keys create --consent train`, or gateway.consent = "train"'
+    return f"conversations so far: {told} ({hint})"
 
 
 def _users_said(cycle: Cycle) -> str:

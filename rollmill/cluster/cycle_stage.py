@@ -54,6 +54,7 @@ def stage_settings(config: RunConfig, number: int, live: str, conversations: int
         "group_size": 1,
         "max_staleness": steps - 1 + cycle.max_lag,
         "baseline": "none",
+        "credit": cycle.credit,
         "rollouts": False,
         "evaluate": False,
         "max_context": None,

@@ -38,6 +38,7 @@ SETTINGS = (
     f'name="{SECOND_ACT}"',
     f"stages.{MIDTRAIN}.sources.0.keeps=0.8",  # a teacher that users can live with
     "gateway.seal_idle_s=2.0",
+    'gateway.consent="train"',  # its users are simulated
     "cycle.enough=320",
     "cycle.steps=8",
     "cycle.lr=5e-4",  # with 8e-4 and more, calls become malformed

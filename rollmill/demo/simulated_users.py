@@ -1,7 +1,7 @@
 """Simulated users, called so wherever they appear: a population from a TOML file asks the real gateway for real work.
 
 Each user has a task of the run's task set. The run's own harness works on it in a real machine, through the gateway, as
-production traffic. Then the user looks at what came of it:
+production traffic. Then the user looks at what came of it, and reports about the last answer:
 
     likes   weights of what was seen (solved, malformed, turns, tool_calls, stopped, asked, constant). More than 0.5 in
             all is true acceptance. Nothing but the measurement sees it.
@@ -30,7 +30,7 @@ from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.endpoint import Endpoint, EndpointProxy, play
-from rollmill.signals import Signals
+from rollmill.signals import About, Signals
 from rollmill.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -98,9 +98,10 @@ async def visit(
         random = np.random.default_rng([seed, number])
         async with slots:
             session = f"user-{secrets.token_hex(6)}"
-            seen = await _work(environment, Endpoint(f"{url}/s/{session}/v1", key), task, random, limits)
-        if seen is None:
+            work = await _work(environment, Endpoint(f"{url}/s/{session}/v1", key), task, random, limits)
+        if work is None:
             return None
+        seen, answer = work
         taste = population.draw(random)
         truth = _accepts(taste.likes, seen)
         said: bool | None = _accepts(taste.says or taste.likes, seen) != bool(random.random() < taste.noise)
@@ -108,19 +109,20 @@ async def visit(
             said = None
         if said is not None:
             await asyncio.sleep(float(random.exponential(taste.delay_s)) if taste.delay_s else 0.0)
-            await asyncio.to_thread(_report, signals, session, said, task.family)
+            about = session if answer is None else {"answers": [answer]}
+            await asyncio.to_thread(_report, signals, about, said, task.family)
         return Visit(session, task.id, truth, said)
 
     visits = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
     return [each for each in visits if each is not None]
 
 
-def _report(signals: Signals, session: str, said: bool, family: str) -> None:
-    signals.task(session, family or "task")
+def _report(signals: Signals, about: About, said: bool, family: str) -> None:
+    signals.task(about, family or "task")
     if said:
-        signals.accepted(session)
+        signals.accepted(about)
     else:
-        signals.reverted(session)
+        signals.reverted(about)
 
 
 def _accepts(weights: dict[Seen, float], seen: dict[Seen, float]) -> bool:
@@ -129,8 +131,8 @@ def _accepts(weights: dict[Seen, float], seen: dict[Seen, float]) -> bool:
 
 async def _work(
     environment: Environment, endpoint: Endpoint, task: Task, random: np.random.Generator, limits: RolloutConfig
-) -> dict[Seen, float] | None:
-    """What a user sees of the work on a task; None if the infrastructure failed."""
+) -> tuple[dict[Seen, float], str | None] | None:
+    """What a user sees of the work on a task, and the name of its last answer; None if the infrastructure failed."""
     sampling = Sampling(temperature=1.0, max_tokens=limits.max_answer_tokens, seed=int(random.integers(1 << 62)))
     async with EndpointProxy(endpoint) as proxy:  # the user's product: it has the transcript
         played = await play(environment, proxy, task, sampling, limits)
@@ -138,7 +140,7 @@ async def _work(
     if played.reward is None or result is None:
         log.warning("a simulated user was lost: %s", played.reason)
         return None
-    return {
+    seen: dict[Seen, float] = {
         "solved": float(played.reward.solved),
         "malformed": float(result.bad_tool_calls),
         "turns": float(result.turns),
@@ -147,3 +149,4 @@ async def _work(
         "asked": float(transcript.asks(played.episode)),
         "constant": 1.0,
     }
+    return seen, played.answer

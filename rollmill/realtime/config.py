@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 from pydantic import Field
 
 from rollmill.config import Config
@@ -20,6 +23,18 @@ class CycleConfig(Config):
         ge=0,
         description="Seconds after the end of a conversation in which signals count. Later ones are kept, and never "
         "become part of its reward. Larger hears slower users, and each cycle waits that much longer.",
+    )
+    user_share: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Most that the conversations of one user may be of `enough`; the first ones count. Users are those "
+        "that requests name (`user`); conversations that name none have no such limit.",
+    )
+    credit: Literal["answers", "path", "decayed", "per_segment", "all"] = Field(
+        "answers",
+        description="Which tokens learn. `answers`: those of the answers that users said something about, each by its "
+        "own signals. The others share the mean of a conversation, as `credit` of an RL stage says.",
     )
     max_lag: int = Field(
         0,
@@ -49,3 +64,7 @@ class CycleConfig(Config):
         5, ge=1, description="Most sessions of one user that each side of a canary counts. Sessions without a name do."
     )
     model: str = Field("rollmill", description="The model that production asks for, and that a canary takes part of.")
+
+    @property
+    def most_of_user(self) -> int:
+        return max(1, math.floor(self.enough * self.user_share))

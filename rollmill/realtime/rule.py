@@ -1,11 +1,15 @@
-"""The rule that turns signals of users into a reward. Declared in the TOML, with a version; a pure function.
+"""The rule that turns signals of users into rewards. Declared in the TOML, with a version; a pure function.
 
-    reward = Σ over kinds of signals: weight · mean of their values,   bounded by `least` and `most`
+    reward of an answer = Σ over its signals: weight · value,   bounded by `least` and `most`
 
     accepted = 1.0, reverted = -1.0:   a user took an answer (value 1) and undid it later (value 1):   1 − 1 = 0
     edited = 1.0:                      80 % of an answer survived the user's edits:                     0.8
 
-A conversation without any of these signals has no reward: silence is neither good nor bad. Each reward keeps the rule's
+A kind that is said again about the same answer replaces what was said before. Signals about the whole conversation have
+no answer to name: each of them counts. The reward of a conversation is the mean of the rewards of its answers, so nine
+accepted answers and one that was undone are 0.8.
+
+An answer without any of these signals has no reward: silence is neither good nor bad. Each reward keeps the rule's
 version and digest, so a later change of the rule is visible in the data.
 """
 
@@ -13,14 +17,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.types import Reward
+from rollmill.types import ANSWER, Reward
 
 WEIGHTS = {
     "accepted": 1.0,
@@ -39,6 +43,7 @@ class Signal:
     kind: str
     value: float | None
     label: str | None = None
+    answer: str = ""  # SEGMENT/NUMBER, or a segment; "": the whole conversation
 
 
 class RuleConfig(Config):
@@ -52,8 +57,10 @@ class RuleConfig(Config):
     )
     least: float = Field(-1.0, description="Lowest reward.")
     most: float = Field(1.0, description="Highest reward.")
-    accepts_above: float = Field(
-        0.0, description="A conversation counts as accepted if its reward is above this: what a canary compares."
+    accepted_from: float = Field(
+        0.5,
+        description="An answer or a conversation counts as accepted if its reward is at least this: what a canary "
+        "compares. Of an answer that was edited, this share must survive.",
     )
 
     @property
@@ -61,31 +68,38 @@ class RuleConfig(Config):
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:16]
 
     def accepts(self, reward: float) -> bool:
-        return reward > self.accepts_above
+        return reward >= self.accepted_from
+
+
+def answer_rewards(rule: RuleConfig, signals: Sequence[Signal]) -> dict[str, float]:
+    """The reward of each answer that a signal counts for; that of the whole conversation has the name ""."""
+    said: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+    for number, signal in enumerate(signals):
+        if signal.kind in rule.weights and signal.value is not None:
+            again = 0 if signal.answer else number
+            said[signal.answer][signal.kind, again] = rule.weights[signal.kind] * signal.value
+    return {answer: min(rule.most, max(rule.least, sum(given.values()))) for answer, given in said.items()}
 
 
 def reward_of(rule: RuleConfig, signals: Sequence[Signal]) -> float | None:
     """The reward of one conversation; None without a signal that counts."""
-    means = _means(rule, signals)
-    if not means:
-        return None
-    return min(rule.most, max(rule.least, sum(rule.weights[kind] * mean for kind, mean in means.items())))
+    rewards = answer_rewards(rule, signals)
+    return sum(rewards.values()) / len(rewards) if rewards else None
 
 
-def kind_of_task(signals: Sequence[Signal]) -> str:
-    """What the product called the task; "" if it said nothing."""
-    return next((signal.label for signal in reversed(signals) if signal.kind == "task" and signal.label), "")
+def kind_of_task(signals: Sequence[Signal], answer: str = "") -> str:
+    """What the product called the task of an answer, else that of the conversation; "" if it said nothing."""
+    labels = [(signal.answer, signal.label) for signal in reversed(signals) if signal.kind == "task" and signal.label]
+    return next((label for about, label in labels if about == answer), labels[0][1] if labels else "")
 
 
-def distilled_reward(rule: RuleConfig, signals: Sequence[Signal], raw: float, baseline: float) -> Reward:
-    """The reward that is stored and trained on: relative to the population's mean."""
-    parts = {"raw": raw, "baseline": baseline, "solved": float(rule.accepts(raw)), **_means(rule, signals)}
-    return Reward(raw - baseline, parts, {"rule": rule.version, "digest": rule.digest}, f"rule {rule.version}")
-
-
-def _means(rule: RuleConfig, signals: Sequence[Signal]) -> Mapping[str, float]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for signal in signals:
-        if signal.kind in rule.weights and signal.value is not None:
-            values[signal.kind].append(signal.value)
-    return {kind: sum(given) / len(given) for kind, given in values.items()}
+def distilled_reward(
+    rule: RuleConfig, signals: Sequence[Signal], raws: Mapping[str, float], advantages: Mapping[str, float]
+) -> Reward:
+    """The reward that is stored and trained on. `advantages`: by answer, relative to the population's mean."""
+    raw = sum(raws.values()) / len(raws)
+    value = sum(advantages.values()) / len(advantages)
+    counts = Counter(signal.kind for signal in signals if signal.kind in rule.weights and signal.value)
+    parts = {"raw": raw, "baseline": raw - value, "solved": float(rule.accepts(raw)), **counts}
+    parts |= {f"{ANSWER}{answer}": advantage for answer, advantage in advantages.items()}
+    return Reward(value, parts, {"rule": rule.version, "digest": rule.digest}, f"rule {rule.version}")

@@ -58,6 +58,7 @@ class Transcript:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0  # that the endpoint says it sampled
     problem: str | None = None  # the last time the endpoint could not be reached or failed
+    answer: str | None = None  # the name that a gateway gave to the last answer: what signals of users are about
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Played:
     episode: Episode
     reward: Reward | None = None
     reason: str | None = None
+    answer: str | None = None  # as in the transcript
 
 
 class EndpointProxy:
@@ -231,6 +233,7 @@ def _record(transcript: Transcript, messages: list[dict[str, Any]], answer: Any)
     transcript.messages = messages
     try:
         transcript.messages.append(dict(answer["choices"][0]["message"]))
+        transcript.answer = next(iter(answer.get("rollmill", {}).get("answers", ())), None)
         transcript.tokens += int(answer["usage"]["completion_tokens"])
     except (KeyError, IndexError, TypeError, ValueError):
         pass  # the harness tells what is wrong with it; usage is optional
@@ -254,7 +257,8 @@ async def play(
         episode = _with_transcript(handed_in.episode(task, environment.machines), transcript, started)
         slower = machine.capabilities.slowdown
         async with asyncio.timeout(max(limits.grading_timeout_s, own_limit(task)) * slower):
-            return Played(episode, await grade_episode(environment.grader, episode))
+            reward = await grade_episode(environment.grader, episode)
+            return Played(episode, reward, answer=transcript.answer)
     except Exception as error:  # harness and rewards may be code of the user
         reason = transcript.problem or reason_of(error, f"the episode of {task.id}")
         return Played(_with_transcript(episode, transcript, started), reason=reason)

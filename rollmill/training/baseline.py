@@ -6,7 +6,8 @@ leave_one_out   the mean of the others: group_mean · G / (G − 1), so that sma
 population      the mean of the last `population_window` graded trajectories of the same family that earlier, committed
                 steps decided on. For live traffic: a group may be one trajectory. A family with fewer than 8 of them
                 has nothing to compare with yet. Its groups are closed and counted, and so its first step only measures.
-none            0: the reward is the advantage. It was compared before it was stored, as in realtime/distil.py
+none            0: the reward is the advantage. It was compared before it was stored, as in realtime/distil.py. With
+                credit = "answers" a reward of 0 says nothing: one answer may have earned what another one lost
 
 None of them depends on the policy's choice in the trajectory itself beyond what the mean of its own group takes back,
 so the gradient points where it would without a baseline. A step's record keeps the advantages, so a step that runs
@@ -75,15 +76,18 @@ class PopulationBaseline:
 
 
 class NoBaseline:
+    def __init__(self, *, by_answer: bool) -> None:
+        self._by_answer = by_answer
+
     def read(self, committed: int) -> None: ...
 
     def advantages(self, family: str, rewards_G: np.ndarray) -> np.ndarray | str:
-        return rewards_G if (np.abs(rewards_G) > _ROUNDING).any() else "its reward is 0"
+        return rewards_G if self._by_answer or (np.abs(rewards_G) > _ROUNDING).any() else "its reward is 0"
 
 
 def make_baseline(config: RLConfig, ledger: Ledger) -> Baseline:
     if config.baseline == "none":
-        return NoBaseline()
+        return NoBaseline(by_answer=config.credit == "answers")
     if config.baseline == "population":
         return PopulationBaseline(ledger, config.population_window)
     return GroupBaseline(leave_one_out=config.baseline == "leave_one_out")

@@ -37,6 +37,7 @@ GRAMMAR = "sampled under a grammar, whose mask was not recorded"
 FOREIGN = "sampled by a line this one does not descend from"
 NO_CONTEXT = "the first token of a segment, which nothing predicts"
 ABANDONED = "not on the way to the outcome"
+UNSAID = "of answers that no user said anything about"
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,18 @@ def segment_sequence(
     trajectory: int = 0,
     credit_T: np.ndarray | None = None,
     advantages_T: np.ndarray | None = None,
+    uncredited: str = ABANDONED,
 ) -> PackedSequence | None:
     """The sequence of a segment, or None if it has no token to train on. Counts the others in `masked`, by reason.
 
     `credit_T`: the share of the advantage that each token gets (training/credit.py). None: all of it. `advantages_T`:
-    each token has an advantage of its own (training/turns.py), in place of `advantage`.
+    each token has an advantage of its own (training/turns.py), in place of `advantage`. `uncredited`: why a token has
+    no credit.
     """
     staleness_T = np.where(segment.sampled, _policy_ages(segment, rule)[segment.policy], 0)
     temperatures_T, learn_T = _reconstructible(segment, masked)
     if credit_T is not None:
-        masked[ABANDONED] += int((learn_T & (credit_T == 0)).sum())
+        masked[uncredited] += int((learn_T & (credit_T == 0)).sum())
         learn_T &= credit_T != 0
     foreign_T = learn_T & (staleness_T == _UNRELATED)
     stale_T = learn_T & ~foreign_T & (staleness_T > rule.max_staleness)

@@ -182,7 +182,7 @@ class TrainingConfig(Config):
 
 LossName = Literal["policy_gradient", "dppo", "ppo", "cispo", "gspo", "tis", "mis", "icepop"]
 
-CreditName = Literal["path", "all", "decayed", "per_segment", "turns"]
+CreditName = Literal["path", "all", "decayed", "per_segment", "turns", "answers"]
 BaselineName = Literal["group_mean", "leave_one_out", "population", "none"]
 
 ALONE = ("population", "none")  # baselines for which a group may be one trajectory
@@ -325,7 +325,8 @@ class RLConfig(Config):
         "summaries and used sub-agents, without abandoned retries and edits. `decayed`: the same, earlier answers "
         "less. `per_segment`: the same, and each context of a chain of summaries gets an equal share. `turns`: "
         "each answer is compared with the answers of its group at the same turn, and process rewards count "
-        "(rollmill/training/turns.py). `all`: every token.",
+        "(rollmill/training/turns.py). `answers`: what users said about single answers, as cycles store it "
+        "(rollmill/training/answers.py). `all`: every token.",
     )
     credit_decay: float = Field(
         default=0.95,
@@ -391,6 +392,8 @@ class RLConfig(Config):
             raise ValueError("a reference does nothing with kl_factor = 0")
         if self.credit == "turns" and self.baseline in ALONE:
             raise ValueError('credit = "turns" compares the trajectories of a group: it needs baseline = "group_mean"')
+        if self.credit == "answers" and self.baseline != "none":
+            raise ValueError('credit = "answers" takes advantages that a cycle has stored: it needs baseline = "none"')
         if self.replay_plausibility > 0 and not self.router_replay:
             raise ValueError("replay_plausibility filters replayed routes, and router_replay is off")
         return self

@@ -5,6 +5,7 @@ decayed       as path, times decay^n; n is how many answers on the way started l
 per_segment   as path, but the segments on the way share equally, however long they are. The sum over all tokens is that
               of path: n tokens of S segments get n / (S · tokens of their segment) each
 turns         as path; training/turns.py says what each answer is compared with
+answers       what users said about single answers (training/answers.py); as path where a reward does not say it
 all           1 everywhere
 
 This divides the advantage within one trajectory. `aggregation` sets how trajectories weigh against each other: with
@@ -60,7 +61,7 @@ def credit_of(segments: Sequence[Segment], policy: CreditName, decay: float = 1.
     """float32 [T] for each segment; only values at sampled tokens mean something."""
     if policy == "all":
         return [np.ones(len(segment.tokens), np.float32) for segment in segments]
-    reach = _Way(segments).reach
+    reach = Ways(segments).to_outcome()
     credits = [(np.arange(len(segment.tokens)) < reach.get(segment.id, 0)).astype(np.float32) for segment in segments]
     if policy == "decayed":
         _decay(segments, credits, decay)
@@ -87,23 +88,46 @@ def _decay(segments: Sequence[Segment], credits: Sequence[np.ndarray], decay: fl
         credits[index][start:end] *= decay**later
 
 
-class _Way:
-    """The way to the outcome. `reach`: segment id → its first tokens, as a number, that are on the way."""
+Reach = dict[str, int]  # segment id → its first tokens, as a number, that are on the way
+
+
+class Ways:
+    """The ways to the answers of a trajectory."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = {segment.id: segment for segment in segments}
-        self.reach: dict[str, int] = {}
+        self._reach: Reach = {}
         # tokens that a segment has added to its parent's, −1 where they were sampled
         self._contexts = {
             segment.id: np.where(segment.sampled, -1, segment.tokens)[segment.parent[1] if segment.parent else 0 :]
             for segment in segments
         }
-        answered = [segment for segment in segments if segment.spans]
-        if (outcome := self._declared() or self._last_answer()) is None:
-            return
-        self._follow(*outcome)
-        while used := next((segment for segment in answered if self._is_quoted(segment)), None):
+        self._conversations: dict[str, list[Segment]] = {}  # segment id → the segments of its conversation
+        for segment in segments:  # parents come before their children
+            before = self._continued(segment, self._conversations)
+            self._conversations[segment.id] = [] if before is None else self._conversations[before.id]
+            self._conversations[segment.id].append(segment)
+
+    def to_outcome(self) -> Reach:
+        outcome = self._declared() or self._last_answer()
+        return {} if outcome is None else self.to(*outcome)
+
+    def to_end_of(self, segment: Segment) -> Reach:
+        """The way to the last answer of the conversation that the segment belongs to."""
+        declared = self._declared()
+        if declared is not None and declared[0] in self._conversations[segment.id]:
+            return self.to(*declared)
+        tail = _latest([each for each in self._conversations[segment.id] if each.spans])
+        return self.to(tail, tail.spans[-1])
+
+    def to(self, segment: Segment, last: Span) -> Reach:
+        """The way to the answer that `last` ends."""
+        self._reach = {}
+        self._follow(segment, last)
+        answered = [each for each in self._segments.values() if each.spans]
+        while used := next((each for each in answered if self._is_quoted(each)), None):
             self._follow(used, used.spans[-1])
+        return self._reach
 
     def _declared(self) -> tuple[Segment, Span] | None:
         found = [(segment, span) for segment in self._segments.values() for span in segment.spans if span.outcome]
@@ -111,20 +135,15 @@ class _Way:
 
     def _last_answer(self) -> tuple[Segment, Span] | None:
         """The last answer of the main conversation."""
-        conversations: dict[str, list[Segment]] = {}
-        for segment in self._segments.values():  # parents come before their children
-            before = self._continued(segment, conversations)
-            conversations[segment.id] = [] if before is None else conversations[before.id]
-            conversations[segment.id].append(segment)
         answered = [
             [segment for segment in each if segment.spans]
-            for id, each in conversations.items()
+            for id, each in self._conversations.items()
             if each[0].id == id and each[0].cause != "sub_agent"
         ]
         first = next((each for each in answered if each), None)
         if first is None:
             return None
-        tail = _latest(next((each for each in answered if sum(len(segment.spans) for segment in each) > 1), first))
+        tail = _latest(next((each for each in answered if _length(each) > 1), first))
         return tail, tail.spans[-1]
 
     def _continued(self, segment: Segment, earlier: Iterable[str]) -> Segment | None:
@@ -148,11 +167,11 @@ class _Way:
     def _is_quoted(self, segment: Segment) -> bool:
         """Whether the last answer of a segment is not on the way, but quoted there."""
         last = segment.spans[-1]
-        if last.end <= self.reach.get(segment.id, 0):
+        if last.end <= self._reach.get(segment.id, 0):
             return False
-        on_the_way = (self._segments[id] for id in self.reach if id != segment.id)
+        on_the_way = (self._segments[id] for id in self._reach if id != segment.id)
         return any(
-            self._quotes(each, self.reach[each.id], segment.tokens[last.start : last.end]) for each in on_the_way
+            self._quotes(each, self._reach[each.id], segment.tokens[last.start : last.end]) for each in on_the_way
         )
 
     def _last_quoted(self, parent: Segment, child: Segment, end: int) -> int:
@@ -186,8 +205,8 @@ class _Way:
         """Add the way to the answer `last` of `tail`, and the sub-agents that it used."""
         until = last.started_at
         segment, end = tail, last.end
-        while end > self.reach.get(segment.id, 0):
-            self.reach[segment.id] = end
+        while end > self._reach.get(segment.id, 0):
+            self._reach[segment.id] = end
             self._add_sub_agents(segment, end, until)
             if segment.parent is None:
                 return
@@ -216,6 +235,12 @@ class _Way:
             if segment.parent is not None and segment.parent[0] in found and segment.cause != "sub_agent":
                 found[segment.id] = segment
         return list(found.values())
+
+
+def _length(conversation: Sequence[Segment]) -> int:
+    """The number of answers; those to one request count as one, and so do the parts that several engines sampled."""
+    begun = sum(span.answered == 0 for segment in conversation for span in segment.spans)
+    return begun - sum(segment.cause in ("retry", "fork") for segment in conversation)
 
 
 def _latest(segments: Sequence[Segment]) -> Segment:

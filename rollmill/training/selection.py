@@ -20,7 +20,7 @@ import numpy as np
 from rollmill.errors import StorageError, TrajectoryError
 from rollmill.models.config import ModelConfig
 from rollmill.training.baseline import Baseline
-from rollmill.training.batching import STALE, PackedSequence, TokenRule, check_fits, segment_sequence
+from rollmill.training.batching import ABANDONED, STALE, UNSAID, PackedSequence, TokenRule, check_fits, segment_sequence
 from rollmill.training.config import RLConfig
 from rollmill.training.credit import credit_of
 from rollmill.trajectories.rows import TrajectoryRow
@@ -104,24 +104,34 @@ def segment_sequences(
     """The sequence of each segment; None if it has nothing to train on. `by_turn`: advantages of the tokens of each
     segment, in place of `advantage`."""
     masked: Counter[str] = Counter()
-    credits = credit_of(segments, config.credit, config.credit_decay)
     own: list[np.ndarray | None] = [None] * len(segments) if by_turn is None else list(by_turn)
+    if by_turn is not None and config.credit == "answers":
+        credits, uncredited = [(each != 0).astype(np.float32) for each in by_turn], UNSAID
+    else:
+        credits, uncredited = credit_of(segments, config.credit, config.credit_decay), ABANDONED
     found = [
-        segment_sequence(segment, advantage, rule, masked, trajectory, credit_T, own_T)
+        segment_sequence(segment, advantage, rule, masked, trajectory, credit_T, own_T, uncredited)
         for segment, credit_T, own_T in zip(segments, credits, own, strict=True)
     ]
     return found, masked
 
 
-def exclude_unusable(graded: Graded, contents: Contents, rule: TokenRule, config: RLConfig) -> Excluded:
-    """The graded trajectories that have no token to train on."""
+def exclude_unusable(
+    graded: Graded,
+    contents: Contents,
+    rule: TokenRule,
+    config: RLConfig,
+    by_answer: Mapping[str, Sequence[np.ndarray]],
+) -> Excluded:
+    """The graded trajectories that have no token to train on. `by_answer`: advantages of the tokens, if each answer has
+    its own."""
     excluded: Excluded = {}
     for id in graded:
         content = contents[id]
         if isinstance(content, str):
             excluded[id] = (LedgerState.dropped, content)
             continue
-        sequences, masked = trainable_sequences(content, 0.0, rule, config)
+        sequences, masked = trainable_sequences(content, 0.0, rule, config, by_turn=by_answer.get(id))
         if not sequences:
             excluded[id] = _nothing_left(masked, rule)
     return excluded

@@ -62,6 +62,7 @@ trajectories = Table(
     Index("trajectories_by_run", "run", "created_at"),
     Index("trajectories_by_group", "group_id"),
     Index("trajectories_by_age", "created_at", "id"),
+    Index("trajectories_by_end", "run", "finished_at", "id"),
 )
 rewards = Table(
     "rewards",

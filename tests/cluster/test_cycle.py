@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.cycle import CycleDriver, learnt_tokens
+from rollmill.cluster.cycle import CycleDriver, learnt_tokens, left_out
+from rollmill.cluster.cycle_stage import cycle_run
 from rollmill.cluster.extend import change_cycle
 from rollmill.cluster.gate import record_verdict
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import override_config
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.gateway.routing.splits import SplitStore
 from rollmill.realtime.collect import PRODUCTION
@@ -98,8 +101,18 @@ class Users:
         self._run, self._engine = run.id, open_database(run.database_url)
         self._store = TrajectoryStore(self._engine, Objects.open(run.home_store))
 
-    def said(self, id: str, versions: tuple[int, int], accepted: bool, *, early: bool = False, of: str = "") -> None:
-        self._store.create(PRODUCTION, "", "", [id], {"key": "k", "run": of or self._run}, "production")
+    def said(
+        self,
+        id: str,
+        versions: tuple[int, int],
+        accepted: bool,
+        *,
+        early: bool = False,
+        of: str = "",
+        consent: str = "",
+    ) -> None:
+        provenance = {"key": "k", "run": of or self._run, "consent": consent or "store"}
+        self._store.create(PRODUCTION, "", "", [id], provenance, "production")
         facts = {"line": "rl", "oldest_version": versions[0], "newest_version": versions[1]}
         self._store.finish(id, "payload", None, tokens=2, sampled_tokens=1, segments=1, **facts)
         self._store.add_feedback(id, "accepted", float(accepted), {})
@@ -224,6 +237,46 @@ def test_a_kill_between_any_two_writes_changes_nothing(
     moved = {name: [entry.version.number for entry in channels.history(name)] for name in ("live", "candidate")}
     assert moved == {"live": [0, *[live] * (live != 0)], "candidate": [1, *[candidate] * (candidate != 1)]}
     assert SplitStore(open_database(run.database_url), run.id).get() == {"rollmill": {"live": 1.0}}
+
+
+@pytest.mark.parametrize("credit", ["turns", "decayed"])
+def test_a_cycle_credits_answers_whatever_the_last_stage_does(tmp_path: Path, credit: str) -> None:
+    run = published_run(tmp_path, 1, f"stages.rl.credit={credit}")
+    _, stage = cycle_run(run, 1, "rl@0", 300)
+    assert (stage.credit, stage.baseline) == ("answers", "none")  # type: ignore[attr-defined]
+    other = override_config(RunConfig, run.config.model_dump(mode="json"), ["cycle.credit=path"], "test")
+    assert cycle_run(run.rewrite(other), 1, "rl@0", 300)[1].credit == "path"  # type: ignore[attr-defined]
+
+
+def test_a_stage_that_cannot_train_is_refused_before_anything_is_collected(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 1)
+    Channels(Objects.open(run.home_store)).move("live", Version("rl", 0))
+    wrong = run.config.stages[-1].model_copy(update={"replay_plausibility": 0.5, "router_replay": False})
+    changed = replace(run, config=run.config.model_copy(update={"stages": (*run.config.stages[:-1], wrong)}))
+    driver = CycleDriver(changed)
+    with pytest.raises(ConfigError, match="the stage of cycle-1"):
+        driver.run_cycle()
+    assert driver.journal.current() is None
+
+
+def test_a_cycle_says_how_many_conversations_it_may_not_train_on(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 1, "cycle.settle_s=0")
+    Channels(Objects.open(run.home_store)).move("live", Version("rl", 0))
+    users, told = Users(run), list[str]()
+    for number in range(3):
+        users.said(f"private-{number}", (0, 0), True)
+    users.said("agreed", (0, 0), True, consent="train")
+
+    def tick(cycle: Cycle) -> None:
+        told.append(left_out(driver.found))
+        if len(told) > 2:
+            raise KeyboardInterrupt
+
+    driver = CycleDriver(run, tick)
+    with pytest.raises(KeyboardInterrupt):
+        driver.run_cycle()
+    assert "3 without consent to training, 1 too few to compare with" in told[-1]
+    assert "rollmill keys create --consent train" in told[-1]
 
 
 def test_settings_change_between_cycles_only(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ LAST = f"rl@{load_config(RunConfig, DEMO).stage('rl').steps}"  # what a newcomer
 SETTINGS = (
     *ONE_REGION,
     "gateway.seal_idle_s=1.0",
+    "gateway.consent=train",
     "cycle.settle_s=1.0",
     "cycle.enough=12",
     "cycle.steps=2",

@@ -69,7 +69,8 @@ def make_segment(
     mask = np.array(sampled, np.bool_)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).reshape(-1, 2)
     spans = [
-        Span(int(a), int(b), sampling or Sampling(), "stop", "engine", "home", "rollout", 0.0, 1.0, 0) for a, b in edges
+        Span(int(a), int(b), sampling or Sampling(), "stop", "engine", "home", "rollout", 0.0, 1.0, 0, answer=number)
+        for number, (a, b) in enumerate(edges)
     ]
     shape = (len(mask), MODEL.moe_layers)
     chosen = np.array([draw.permutation(MODEL.experts)[: MODEL.experts_per_token] for _ in range(np.prod(shape))])

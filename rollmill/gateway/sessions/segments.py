@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Iterator, Sequence
@@ -199,10 +200,10 @@ class OpenSegment:
         if parent is not None and parent.routes is not None and parent.routes_valid is not None:
             _put_routes(segment, 0, parent.routes[: self.offset], parent.routes_valid[: self.offset])
         at, inherited = self.offset, self.turns[0].inherited if self.turns else 0
-        for turn in self.turns:
+        for number, turn in enumerate(self.turns):
             at += len(turn.prompt)
             asked = turn.messages or self.messages[max(0, inherited - 1) : inherited]  # a retry brings no messages
-            _put_answer(segment, at, turn.answer, after_tools=any(each["role"] == "tool" for each in asked))
+            _put_answer(segment, at, turn.answer, answer=number, after_tools=_has_results(asked))
             at += len(turn.answer.tokens)
         _put_kept(segment, [turn.answer for turn in self.turns])
         return segment
@@ -259,20 +260,27 @@ def _same_call(recorded: dict[str, Any], sent: dict[str, Any]) -> bool:
         return False
 
 
-def _put_answer(segment: Segment, start: int, answer: Answer, *, after_tools: bool) -> None:
+def _has_results(asked: Sequence[Message]) -> bool:
+    """Whether there are tool results since the last answer: a fresh context may bring a whole conversation."""
+    newest = itertools.takewhile(lambda message: message["role"] != "assistant", reversed(asked))
+    return any(message["role"] == "tool" for message in newest)
+
+
+def _put_answer(segment: Segment, start: int, given: Answer, **facts: Any) -> None:
+    """`facts`: of each of its spans."""
     numbers = []
-    for policy in answer.policies:
+    for policy in given.policies:
         if policy not in segment.policies:
             segment.policies.append(policy)
         numbers.append(segment.policies.index(policy))
-    end = start + len(answer.tokens)
+    end = start + len(given.tokens)
     segment.sampled[start:end] = True
-    segment.logprobs[start:end] = answer.logprobs
-    segment.policy[start:end] = [numbers[index] for index in answer.policy]
-    for span in answer.spans:
+    segment.logprobs[start:end] = given.logprobs
+    segment.policy[start:end] = [numbers[index] for index in given.policy]
+    for span in given.spans:
         oldest = numbers[span.oldest_kv_policy] if span.oldest_kv_policy >= 0 else -1
-        segment.spans.append(Span(**{**vars(span), "oldest_kv_policy": oldest, "after_tools": after_tools}))
-    for first, rows in answer.routes:
+        segment.spans.append(Span(**{**vars(span), "oldest_kv_policy": oldest, **facts}))
+    for first, rows in given.routes:
         _put_routes(segment, first, rows, np.ones(len(rows), np.bool_))
 
 

@@ -24,6 +24,7 @@ from rollmill.chat.format import ChatFormat
 from rollmill.errors import TrajectoryChanged
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.training.answers import answer_advantages
 from rollmill.training.baseline import make_baseline
 from rollmill.training.batching import ABANDONED, STALE, MicroBatch, TokenRule, pack
 from rollmill.training.config import ALONE, RLConfig
@@ -213,7 +214,8 @@ class RLObjective:
     ) -> tuple[StepRecord, Contents]:
         graded, excluded = self._weigh(members, rule)
         contents = read_segments(self._trajectories, list(graded), self._model)
-        unusable = exclude_unusable(graded, contents, rule, self._config)
+        by_answer = self._by_answer(self._grades(graded, contents), contents)
+        unusable = exclude_unusable(graded, contents, rule, self._config, by_answer)
         record = StepRecord(
             run=self._ledger.run,
             number=number,
@@ -231,7 +233,8 @@ class RLObjective:
     ) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
-        by_turn, grades = self._by_turn(record, contents), self._grades(record, contents)
+        grades = self._grades(record.trajectories, contents)
+        by_turn = self._by_turn(record, grades, contents) or self._by_answer(grades, contents)
         hints = self._other.hints()
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
             content = contents[id]
@@ -265,19 +268,27 @@ class RLObjective:
             hints_refused=hints.refused if hints is not None else 0,
         )
 
-    def _grades(self, record: StepRecord, contents: Contents) -> dict[str, Reward]:
-        """The rewards that the step pins, if more than their values is needed."""
-        if self._config.credit != "turns" and not self._config.hint_factor:
+    def _grades(self, entries: Mapping[str, tuple[int, float, float]], contents: Contents) -> dict[str, Reward]:
+        """The rewards that a step pins, if more than their values is needed. `entries` are as in its record."""
+        if self._config.credit not in ("turns", "answers") and not self._config.hint_factor:
             return {}
-        pinned = {id: reward_id for id, (reward_id, _, _) in record.trajectories.items()}
+        pinned = {id: reward_id for id, (reward_id, _, _) in entries.items()}
         return self._other.grades({id: each for id, each in pinned.items() if not isinstance(contents[id], str)})
 
-    def _by_turn(self, record: StepRecord, contents: Contents) -> dict[str, list[np.ndarray]]:
+    def _by_answer(self, grades: Mapping[str, Reward], contents: Contents) -> dict[str, list[np.ndarray]]:
+        """Advantages of the tokens of each segment, if each answer has its own."""
+        if self._config.credit != "answers":
+            return {}
+        readable = ((id, content) for id in grades if not isinstance(content := contents[id], str))
+        return {id: answer_advantages(content, grades[id]) for id, content in readable}
+
+    def _by_turn(
+        self, record: StepRecord, grades: Mapping[str, Reward], contents: Contents
+    ) -> dict[str, list[np.ndarray]]:
         """Advantages of the tokens of each segment, if each turn has its own. They follow from what the record pins."""
         if self._config.credit != "turns":
             return {}
         found: dict[str, list[np.ndarray]] = {}
-        grades = self._grades(record, contents)
         for group in record.groups:
             ids = [row.id for row in self._ledger.entered(group) if row.id in record.trajectories]
             group_of = [(content, grades[id]) for id in ids if not isinstance(content := contents[id], str)]
