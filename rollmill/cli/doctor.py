@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import importlib.util
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -121,6 +119,8 @@ def _disk() -> list[Check]:
 
 def _machines() -> list[Check]:
     """Starts a real machine and runs a command in it: nothing else shows whether the kernel allows one."""
+    import asyncio
+
     try:
         limits, milliseconds = asyncio.run(_try_machine())
     except MachineError as error:
@@ -152,6 +152,8 @@ def _machines() -> list[Check]:
 
 
 async def _try_machine() -> tuple[dict[str, Any], float]:
+    import asyncio
+
     from rollmill.environments.machines.images import BUILT_IN
     from rollmill.environments.machines.namespace.client import NamespaceHost
 
@@ -182,6 +184,8 @@ def _virtual_machines() -> list[Check]:
 
 def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) -> dict[str, Probed | str]:
     """Each kind of machine: what it can do, or why it does not work here."""
+    import asyncio
+
     from rollmill.environments.machine import MachineHost
     from rollmill.environments.machines.firecracker.host import FirecrackerHost
     from rollmill.environments.machines.namespace.client import NamespaceHost
@@ -208,6 +212,8 @@ def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) 
 
 
 def _databases() -> list[Check]:
+    import sqlite3
+
     new_enough = sqlite3.sqlite_version_info >= (3, 35)
     remedy = "" if new_enough else "3.35 or newer is needed: use a newer Python build"
     checks = [Check("SQLite", "ok" if new_enough else "missing", sqlite3.sqlite_version, remedy)]

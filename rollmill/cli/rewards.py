@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +44,8 @@ def replay(
         rollmill rewards replay runs/demo --dry-run
         rollmill rewards replay runs/demo --rewards stricter.toml --task fix/
     """
+    import asyncio
+
     from rollmill.cluster.naming import open_with_index
     from rollmill.trajectories.query import TrajectoryQuery
 
@@ -73,6 +74,8 @@ def bias(
 
         rollmill rewards bias runs/demo --rewards judge.toml --count 50
     """
+    import asyncio
+
     from rich.console import Console
     from rich.table import Table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +42,8 @@ def rollout(
 
         rollmill rollout run.toml --model http://127.0.0.1:8000/v1 --task fix/add-8/17
     """
+    import asyncio
+
     from rollmill.cli.settings import read_settings
     from rollmill.rollouts.endpoint import Endpoint
 

@@ -58,10 +58,9 @@ def serve(
     from rollmill.cluster.service import serving, wait_until_ready
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    told = Console(highlight=False, soft_wrap=True, markup=False, stderr=True)
     try:
         with held_port(host, port, PORT) as held:
-            told.print(f"loading {directory}", style="dim")
+            console.print(f"loading {directory}", style="dim")
             with console.status("loading"):
                 if is_checkpoint(directory):
                     run = checkpoint_run(root, directory)
@@ -72,7 +71,7 @@ def serve(
                 _check_canary(canary, target)
             with serving(run, target, host=host, port=held, canary=canary) as (service, cluster):
                 with console.status("loading"):
-                    wait_until_ready(service, cluster, lambda waits_for: told.print(waits_for, style="dim"))
+                    wait_until_ready(service, cluster, lambda waits_for: console.print(waits_for, style="dim"))
                 console.print(f"serving {target} of {directory}")
                 console.print(_how_to(service))
                 _watch(service, cluster, console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections.abc import Sequence
@@ -101,6 +100,8 @@ def check_tasks(
         rollmill tasks check run.toml
         rollmill tasks check run.toml --task greet --repeat 5
     """
+    import asyncio
+
     from rich.console import Console
     from rich.table import Table
 
@@ -126,6 +127,8 @@ def check_tasks(
 
 
 async def _check(config: Settings, tasks: list[Task], repeat: int) -> list[TaskCheck]:
+    import asyncio
+
     from rich.progress import Progress
 
     from rollmill.environments.environment import build_grader

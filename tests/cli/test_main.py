@@ -91,3 +91,14 @@ def test_an_error_is_two_lines_and_exit_code_1() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     error, hint = done.stderr.splitlines()
     assert error == "error: config: absent.toml does not exist" and hint.startswith("hint: ")
+
+
+def test_help_imports_little() -> None:
+    """What `rollmill --help` loads: modules are counted, because seconds depend on the host."""
+    show = "import sys; sys.argv = ['rollmill', '--help']\nfrom rollmill.cli.main import main\n"
+    tell = "try: main()\nexcept SystemExit: print(*sys.modules, file=sys.stderr)\n"
+    done = subprocess.run([sys.executable, "-c", show + tell], capture_output=True, text=True, check=True)
+    loaded = done.stderr.split()
+    assert "usage" in done.stdout.lower() and "rollmill.cli.main" in loaded
+    assert not {"asyncio", "sqlite3", "pydantic", "sqlalchemy", "numpy", "torch", "aiohttp"} & set(loaded)
+    assert len(loaded) < 430, len(loaded)
