@@ -60,6 +60,7 @@ class EventStream:
         """In the block a heartbeat is sent whenever nothing else was for `every_s`."""
         loop = asyncio.get_running_loop()
         beat: asyncio.Task[None] | None = None
+        timer: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal timer, beat

@@ -1,4 +1,5 @@
-// An agent with Vercel's AI SDK: one tool, as many steps as it takes. argv: provider, URL, key, "stream" or "whole".
+// An agent with Vercel's AI SDK: one tool, as many steps as it takes, and a second question. The responses provider
+// refers to the stored texts of earlier answers. argv: provider, URL, key, "stream" or "whole".
 import { createAnthropic } from '@ai-sdk/anthropic';
 import { createOpenAI } from '@ai-sdk/openai';
 import { generateText, stepCountIs, streamText, tool } from 'ai';
@@ -9,7 +10,7 @@ const made = provider === 'anthropic' ? createAnthropic({ baseURL, apiKey }) : c
 const ask = {
   model: provider === 'chat' ? made.chat('rollmill') : made('rollmill'),
   system: 'Be brief.',
-  prompt: 'Look.',
+  messages: [{ role: 'user', content: 'Look.' }],
   maxOutputTokens: 1000,
   stopWhen: stepCountIs(5),
   tools: {
@@ -20,5 +21,8 @@ const ask = {
     }),
   },
 };
-const result = how === 'stream' ? streamText(ask) : await generateText(ask);
-console.log(await result.text);
+for (const question of ['More?', null]) {
+  const result = how === 'stream' ? streamText(ask) : await generateText(ask);
+  console.log(await result.text);
+  ask.messages.push(...(await result.responseMessages), { role: 'user', content: question });
+}

@@ -154,6 +154,18 @@ async def test_the_user_of_claude_code_is_its_account_and_not_its_session(mill: 
     assert (status, forgotten["open"]) == (200, 2)
 
 
+@pytest.mark.parametrize("prompt", [[[5, 6, 7]], ["abc"], [5, 6, 7]])
+async def test_a_batch_of_one_prompt_is_answered_and_echo_is_refused(mill: Mill, answers: Answers, prompt: Any) -> None:
+    """As `lm-eval --model local-completions` sends them."""
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("Yes.")])))
+    body = {"prompt": prompt, "max_tokens": 9, "temperature": 0, "stop": ["\n"], "seed": 1234}
+    assert (await post(door, "/v1/completions", body))[0] == 200
+    status, told = await post(door, "/v1/completions", {**body, "echo": True, "logprobs": 1})
+    assert status == 400 and "generate_until" in told["error"]["message"]
+    status, told = await post(door, "/v1/completions", {**body, "prompt": [[5], [6]]})
+    assert status == 400 and "batch_size=1" in told["error"]["message"]
+
+
 async def test_an_alias_takes_other_names_of_models(mill: Mill, answers: Answers) -> None:
     engine = await mill.engine(StandIn([answers.text("Yes.")]))
     door = await mill.gateway(engine, config=QUICK.model_copy(update={"aliases": {"claude-*": "rollmill"}}))

@@ -18,12 +18,11 @@ from rollmill.inference.wire import MOST_TOP_LOGPROBS
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "return_token_ids": (True, False),  # they are always returned
     "suffix": ("",),
 }
 _KNOWN = fields.PENALTIES | frozenset(
-    "logprobs max_tokens model n prompt return_token_ids seed stop stream stream_options temperature top_k top_p"
+    "echo logprobs max_tokens model n prompt return_token_ids seed stop stream stream_options temperature top_k top_p"
     " user".split()
 )
 
@@ -34,6 +33,7 @@ class OpenAICompletions:
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         tree = parse_object(body)
         fields.check_names(tree, _KNOWN, _NEUTRAL, ())
+        _refuse_echo(tree)
         options = fields.field(tree, "stream_options", dict) or {}
         max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
         best = fields.integer(tree, "logprobs", 0, MOST_TOP_LOGPROBS)
@@ -103,7 +103,18 @@ class TextWriter:
         return fields.event(openai.error_body(error))
 
 
+def _refuse_echo(tree: dict[str, Any]) -> None:
+    if fields.field(tree, "echo", bool):
+        raise GatewayError(
+            "echo is not supported: engines tell no log-probs of a prompt",
+            hint="ask for answers only; in lm-eval that are tasks of the kind generate_until",
+            code="unsupported_parameter",
+        )
+
+
 def _prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
@@ -111,7 +122,8 @@ def _prompt(prompt: Any) -> str | list[int]:
             raise GatewayError("prompt has a token id that is negative or too large")
         return prompt
     raise GatewayError(
-        f"prompt must be a text or a list of token ids, got {short(prompt)}", hint="send one prompt per request"
+        f"prompt must be a text or a list of token ids, got {short(prompt)}",
+        hint="send one prompt per request: batch_size=1",
     )
 
 
