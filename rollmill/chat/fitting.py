@@ -39,6 +39,17 @@ class Abilities:
     reasoning: Literal["field", "text", "none"] = "field"  # in a field of its own, in the content, or dropped
 
 
+def describe_tools(signatures: str, family: CallFamily) -> str:
+    """What a system message says about tools that the template has no place for."""
+    example = family.write([("function-name", to_json({"argument": "value"}))])
+    return _TOOLS.format(signatures=signatures, example=example)
+
+
+def written_result(content: str) -> str:
+    """The result of a tool in the text of a user message."""
+    return f"<tool_response>\n{content}\n</tool_response>"
+
+
 class SampledIds(NamedTuple):
     """The ids that the model gave to the calls of the answer at `place`. Other calls get ids by their number."""
 
@@ -72,7 +83,7 @@ class Fitting:
                 fitted.append({"role": message["role"], "content": self._text(message["content"])})
         broken = self._spelling.breaking(list(tools))
         if broken and not self._can.tools:
-            self._add_system(fitted, self._describe(broken))
+            self._add_system(fitted, describe_tools("\n".join(map(to_json, broken)), self._family))
             broken = []
         if fitted and fitted[0]["role"] == "system" and not self._can.system:
             self._move_system(fitted)
@@ -136,15 +147,11 @@ class Fitting:
         if self._can.results:
             fitted.append({"role": "tool", "content": content, "name": name, "tool_call_id": identity})
             return
-        content = f"<tool_response>\n{content}\n</tool_response>"
+        content = written_result(content)
         if fitted and fitted[-1].get("results"):
             fitted[-1]["content"] += f"\n{content}"
         else:
             fitted.append({"role": "user", "content": content, "results": True})
-
-    def _describe(self, tools: Sequence[Tool]) -> str:
-        example = self._family.write([("function-name", to_json({"argument": "value"}))])
-        return _TOOLS.format(signatures="\n".join(map(to_json, tools)), example=example)
 
     def _add_system(self, fitted: list[Message], text: str) -> None:
         if fitted and fitted[0]["role"] == "system":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollmill.cli.weights.places import (
     find_version,
     open_place,
 )
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.models.huggingface.config import Layout
@@ -52,7 +54,7 @@ def export(
     place = open_place(where, token)
     wanted = find_version(place, version, line)
     manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
-    companions = companions_of(place.store, manifest)
+    companions, note = _as_trained(companions_of(place.store, manifest))
     with display.progress(display.errors()) as bars:
         loaded = display.load(bars, place.store, manifest)
         with _as_checkpoint(companions, loaded, manifest.policy) as (tensors, policy):
@@ -69,8 +71,37 @@ def export(
     out = display.console()
     out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, is in {directory}"))
     out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
+    if note:
+        out.print(f"  {note}", style="yellow")
     if "config.json" not in companions:
         out.print("  no config.json: the store does not know the model's architecture", style="yellow")
+
+
+def _as_trained(companions: dict[str, bytes]) -> tuple[dict[str, bytes], str]:
+    """The files of the model, with the chat template as training wrote with it; and what is to be said about it."""
+    from rollmill.chat.checkpoint import TEMPLATE
+    from rollmill.chat.effective import effective_template
+    from rollmill.chat.formats.choice import format_of
+    from rollmill.chat.formats.template import TemplateFormat
+    from rollmill.chat.sandbox import TemplateFailed
+    from rollmill.chat.tokenizer import Tokenizer
+
+    if "tokenizer.json" not in companions:
+        return companions, ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        path.write_bytes(companions["tokenizer.json"])
+        try:
+            format = format_of(Tokenizer.load(path), companions)
+            made = effective_template(format) if isinstance(format, TemplateFormat) else None
+        except ConfigError:  # it has no chat format
+            return companions, ""
+        except TemplateFailed as error:
+            return companions, f"the chat template may leave out tools that training wrote: {error}"
+    if made is None:
+        return companions, ""
+    told = "chat_template.jinja also writes tools, calls and results into the text of messages, as training did"
+    return {**companions, TEMPLATE: made.encode()}, told
 
 
 def import_(
