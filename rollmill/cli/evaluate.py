@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -191,7 +192,7 @@ def _figures(made: list[Conduct]) -> tuple[str, str, str]:
     return str(len(made)), f"{solved:.3f}", f"{earned:.3f}"
 
 
-def _rows(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)

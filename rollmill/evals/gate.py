@@ -248,7 +248,7 @@ class _Sides:
         return any(value for side in self.rewards() for values in side.values() for value in values)
 
     def quality(self, name: str) -> Metric:
-        return self._difference(name, *self.rewards(), -self.config.max_quality_loss, at_least=True)
+        return self._difference(name, self.rewards(), -self.config.max_quality_loss, at_least=True)
 
     def solving(self) -> list[Metric]:
         """What is solved in one attempt, and in several."""
@@ -259,10 +259,10 @@ class _Sides:
         k = min(len(outcomes) for side in solved for outcomes in side.values())
         found = []
         if self.kind == "mean reward":
-            found.append(self._difference("pass@1", *solved, -self.config.max_quality_loss, at_least=True))
+            found.append(self._difference("pass@1", solved, -self.config.max_quality_loss, at_least=True))
         if k > 1:
             several = [{task: [pass_at(k, outcomes)] for task, outcomes in side.items()} for side in solved]
-            found.append(self._difference(f"pass@{k}", *several, -self.config.max_pass_k_loss, at_least=True))
+            found.append(self._difference(f"pass@{k}", several, -self.config.max_pass_k_loss, at_least=True))
         return found
 
     def costs(self, beside: bool) -> list[Metric]:
@@ -294,8 +294,8 @@ class _Sides:
             for marks in (_calls, _asked)
         )
         return [
-            self._difference("malformed", *calls, self.config.max_more_malformed, empty=True),
-            self._difference("questions", *ends, self.config.max_more_questions, empty=True),
+            self._difference("malformed", calls, self.config.max_more_malformed, empty=True),
+            self._difference("questions", ends, self.config.max_more_questions, empty=True),
         ]
 
     def bar(self) -> Metric:
@@ -307,14 +307,14 @@ class _Sides:
     def _difference(
         self,
         name: str,
-        before: Mapping[str, Sequence[float]],
-        after: Mapping[str, Sequence[float]],
+        sides: Sequence[Mapping[str, Sequence[float]]],
         bound: float,
         *,
         at_least: bool = False,
         empty: bool = False,
     ) -> Metric:
         """`empty`: none at all is good, and was measured. Otherwise 0 for both versions says nothing."""
+        before, after = sides
         first, second = (_mean(side) for side in (before, after))
         change = clustered_difference(before, after, self.confidence)
         measured = any(map(any, (*before.values(), *after.values()))) or (empty and not math.isnan(change.value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_a_bound_has_to_be_proved_unless_alpha_says_otherwise() -> None:
 @pytest.mark.parametrize("alpha", [0.05, 0.5])
 def test_a_lower_mean_reward_holds_where_nothing_counts_as_solved(alpha: float) -> None:
     """A judge's scores: no attempt reaches 1, so no attempt is solved."""
-    live, candidate = (attempts(0.0, lambda one, score=score: replace(one, reward=score)) for score in (0.9, 0.2))
+    live, candidate = (attempts(0.0, partial(replace, reward=score)) for score in (0.9, 0.2))
     config = GateConfig(alpha=alpha)
     verdict = judge(live, candidate, config, NAMES)
     assert failing(verdict) == ["quality"] and verdict.quality == "mean reward"

@@ -51,8 +51,10 @@ from rollmill.evals.statistics import Interval, clustered_difference, combine, w
 Event = Mapping[str, Any]
 Outcomes = tuple[tuple[str, tuple[bool, ...]], ...]  # by task: whether each attempt solved it
 FORMAT = 2
-_OF_EVAL = ("label", "split", "mode", "solved", "attempts", "version", "seconds")
-_OF_EVAL += ("reward", "reward_low", "reward_high", "k", "solved_once")
+_OF_EVAL = (
+    *("label", "split", "mode", "solved", "attempts", "version", "seconds"),
+    *("reward", "reward_low", "reward_high", "k", "solved_once"),
+)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,10 @@ def _families(run: RunEvents) -> list[list[str]]:
             found.setdefault((str(families.get(task, "–")), str(result.get("label"))), []).append(known)
     if len({family for family, _ in found}) < 2:
         return []
-    return [[*place, number(len(tasks)), *_means(tasks)] for place, tasks in sorted(found.items())]
+    return [
+        [*place, number(len(tasks)), *_means(tasks)]
+        for place, tasks in sorted(found.items(), key=lambda each: each[0][0])
+    ]
 
 
 def _means(tasks: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
