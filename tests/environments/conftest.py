@@ -6,6 +6,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from rollmill.environments.machine import ExecResult
+from rollmill.environments.machines import images, layers
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.errors import MachineError
@@ -66,6 +68,30 @@ async def bare_host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[N
     host = await start_bare_host(tmp_path_factory.mktemp("bare"))
     yield host
     await host.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def image_with_pytest(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    """The name of an image with pytest, made of the packages of this environment: a test needs no network."""
+    import _pytest
+    import iniconfig
+    import packaging
+    import pluggy
+    import pygments
+
+    root = tmp_path_factory.mktemp("images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLMILL_IMAGES", str(root))
+        place = root / "making" / "packages"
+        for module in (pytest, _pytest, pluggy, iniconfig, packaging, pygments):
+            source = Path(str(module.__file__)).parent
+            shutil.copytree(source, place / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(Path(str(pytest.__file__)).parent.parent / "py.py", place)
+        layer = layers.keep(place, root)
+        parts = [images.LayerRecord(place="packages", digest=layer.digest, bytes=layer.bytes)]
+        digest = images.digest_of(parts)
+        images.keep_record("tested", images.ImageRecord(digest=digest, python=images.python_platform(), layers=parts))
+        yield "tested"
 
 
 @pytest.fixture(params=["host", "bare_host"])

@@ -22,6 +22,9 @@ _PYTHON = ("python", "python3")
 # Python and pytest run these files unasked. In a whole diff they are no part of the answer.
 _HOOKS = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini"})
 
+# Each can name plugins of pytest
+_PINNED = frozenset({"setup.cfg", "tox.ini", "pyproject.toml", ".pytest.ini", "pytest.toml", ".pytest.toml"})
+
 
 class DoesNotFit(Exception):
     """The submission was refused, or cannot be written into a clean machine. It is worth nothing."""
@@ -29,13 +32,13 @@ class DoesNotFit(Exception):
 
 @contextlib.asynccontextmanager
 async def clean_machine(
-    episode: Episode, grading_files: Mapping[str, bytes], *, program: str | None
+    episode: Episode, grading_files: Mapping[str, bytes], *, program: str | None, pinned: bool = False
 ) -> AsyncIterator[Machine]:
     """A machine with the task's files, the submission over them, and the grading files over both.
 
     TaskError if its image has no `program`, which is checked before the submission is there; None: the caller checks
-    it by `check_image`. DoesNotFit if the submission was refused, cannot be written, or leaves no room for the grading
-    files.
+    it by `check_image`. With `pinned`, configuration that loads code stays as the task has it.
+    DoesNotFit if the submission was refused, cannot be written, or leaves no room for the grading files.
     """
     task = episode.task
     if episode.refused is not None:
@@ -45,7 +48,7 @@ async def clean_machine(
         if program is not None:
             await check_program(machine, task, program)
         try:
-            await _apply(machine, episode)
+            await _apply(machine, episode, _PINNED if pinned else frozenset())
             await write_over(machine, grading_files, {*task.links, *episode.links}, DoesNotFit)
         except OSError as error:
             raise DoesNotFit(str(error)[:_MAX_OUTPUT]) from None
@@ -54,8 +57,8 @@ async def clean_machine(
         await machine.close()
 
 
-async def _apply(machine: Machine, episode: Episode) -> None:
-    files = declared(episode)
+async def _apply(machine: Machine, episode: Episode, pinned: frozenset[str]) -> None:
+    files = {path: data for path, data in declared(episode).items() if PurePosixPath(path).name not in pinned}
     if not isinstance(episode.task.submission, WholeDiff):
         for path, data in files.items():
             await machine.write(path, data)

@@ -9,28 +9,28 @@ cannot replace them. `verdict` says what counts as passed:
     "exit"    (default) `command` ends with exit code 0 within `timeout_s`
     "reward_file"  `command` writes a number into the first of `reward_files` that is there, or an object with numbers:
               `reward`, or their mean
-    "python"  `test` runs to its end. Our driver then prints a word that was drawn for this run. It reads word and
-              test from its standard input before any submitted code runs; neither is in a file of the machine.
+    "python"  `test` runs to its end, in a machine of its own: what it imports of the submission is a stand-in for what
+              lies in a second machine, and results are compared as plain data (apart/)
 
-What this cannot protect: a test that imports the submitted code runs in one process with it. With "exit", that code can
-end the process with success (`os._exit(0)`) and can read the grading files. With "python" neither works, but code that
-searches the frames of its process finds the word, and an object that equals everything passes any `assert`. Use the
-reward `calls` where the expected values can be written as data: they never enter a machine.
+What this cannot protect: with "exit" and "reward_file" a command of the task runs in the machine where the submission
+lies. If the command imports submitted code, that code can end the process with success (`os._exit(0)`), write the
+reward file and read the grading files. With "python", `"isolation"` says whether the test may run in one process with
+the submission (apart/levels.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import secrets
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, FiniteFloat, TypeAdapter, field_validator
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import WORK, ExecResult, Machine
+from rollmill.environments.machine import ExecResult, Machine
+from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan, counted
+from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.jsonl import Base64, contents
@@ -40,24 +40,7 @@ from rollmill.types import Reward
 
 _MAX_REWARD = 1 << 16  # bytes of a reward file
 _NUMBERS: TypeAdapter[float | dict[str, float]] = TypeAdapter(FiniteFloat | dict[str, FiniteFloat])
-# Runs in the machine. It takes what it needs later as local names, before submitted code can patch a module. Standard
-# input is a file that could be read again, so it is replaced.
-_DRIVER = f"""
-def drive():
-    import json, os, sys
-    write, leave = os.write, os._exit
-    work = json.load(sys.stdin)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.path[0] = "{WORK}"
-    program = compile(work.pop("test"), "<hidden test>", "exec")
-    exec(program, {{"__name__": "__main__"}})
-    try:
-        sys.stdout.flush()
-    finally:
-        write(1, ("\\n" + work["word"] + "\\n").encode())
-        leave(0)
-drive()
-"""
+_TEST = "hidden::test"
 
 
 class ScriptConfig(Config):
@@ -88,6 +71,7 @@ class _RewardFile(_Grading):
 class _Python(_Grading):
     verdict: Literal["python"]
     test: str
+    isolation: Isolation = "auto"
 
     @field_validator("test")
     @classmethod
@@ -105,37 +89,59 @@ class Script:
 
     name = "script"
     cannot_protect = (
-        "A test that imports submitted code runs in one process with it. By exit code, that code can end the process "
-        'with success and read the grading files; with verdict "python" it can find the secret word in the frames of '
-        "its process; a reward file it can write itself. An object that equals everything passes any assert."
+        "By exit code or reward file, the command of a task runs where the submission lies. Submitted code that it "
+        "imports or starts can read the grading files, end the process with success and write the reward file; no "
+        'grader can tell. With verdict "python" the test runs apart from the submission, where the task allows it.'
     )
 
     def __init__(self, config: ScriptConfig | None = None) -> None:
         self.config = config or ScriptConfig()
+        self._judge = Judge()
 
     async def grade(self, episode: Episode) -> Reward:
         task = episode.task
         grading = _parse(task)
-        word = secrets.token_hex(16)
-        command = ["python", "-c", _DRIVER] if isinstance(grading, _Python) else grading.command
-        stdin = json.dumps({"word": word, "test": grading.test}).encode() if isinstance(grading, _Python) else b""
         try:
-            async with clean_machine(episode, contents(grading.files), program=command[0]) as machine:
-                result = await machine.exec(
-                    command,
-                    env=grading.env,
-                    stdin=stdin,
-                    timeout_s=(grading.timeout_s or self.config.timeout_s) * machine.capabilities.slowdown,
-                    max_output=self.config.max_output,
-                )
-                if isinstance(grading, _RewardFile):
-                    return await self._read_reward(machine, grading, result)
+            if isinstance(grading, _Python):
+                judged = await self._judge.judge(episode, self._plan(grading))
+                value, evidence = float(judged.verdicts.get(_TEST) == "passed"), judged.evidence
+            else:
+                async with clean_machine(episode, contents(grading.files), program=grading.command[0]) as machine:
+                    result = await machine.exec(
+                        grading.command,
+                        env=grading.env,
+                        timeout_s=(grading.timeout_s or self.config.timeout_s) * machine.capabilities.slowdown,
+                        max_output=self.config.max_output,
+                    )
+                    if isinstance(grading, _RewardFile):
+                        return await self._read_reward(machine, grading, result)
+                    value, evidence = float(result.exit_code == 0 and result.stopped is None), evidence_of(result)
         except DoesNotFit as error:
             return Reward(0.0, evidence={"unwritable": str(error)}, grader=self.name)
-        passed, evidence = _verdict(result, word) if isinstance(grading, _Python) else _exit_verdict(result)
         if missing := [path for path in task.paths if path not in episode.submission]:
             evidence["missing"] = missing[:20]
-        return Reward(1.0 if passed else 0.0, evidence=evidence, grader=self.name)
+        return Reward(value, evidence=evidence, grader=self.name)
+
+    async def weaknesses(self, episode: Episode) -> str:
+        """What this reward cannot protect in a task; empty if it is no more than with any."""
+        grading = _parse(episode.task)
+        if isinstance(grading, _Python):
+            return counted(list((await self._judge.levels(episode, self._plan(grading))).values()))
+        return f"verdict {grading.verdict!r}: submitted code that the command imports or starts can decide it"
+
+    def _plan(self, grading: _Python) -> Plan:
+        seconds = grading.timeout_s or self.config.timeout_s
+        order = Order(
+            tests=[_TEST],
+            hidden=list(grading.files),
+            statements=grading.test,
+            env=grading.env,
+            pytest=False,
+            timeout_s=seconds,
+            test_timeout_s=seconds,
+            max_output=self.config.max_output,
+        )
+        return Plan(order, contents(grading.files), grading.isolation)
 
     async def _read_reward(self, machine: Machine, grading: _RewardFile, result: ExecResult) -> Reward:
         """Untrusted: submitted code ran in this machine. What is no finite number earns nothing."""
@@ -163,15 +169,6 @@ def _numbers(data: bytes) -> float | dict[str, float]:
             if math.isfinite(number := float(data.decode("ascii", "replace"))):  # `.5`, as bc writes it
                 return number
         raise error from None
-
-
-def _exit_verdict(result: ExecResult) -> tuple[bool, dict[str, Any]]:
-    return result.exit_code == 0 and result.stopped is None, evidence_of(result)
-
-
-def _verdict(result: ExecResult, word: str) -> tuple[bool, dict[str, Any]]:
-    lines = result.output.decode("utf-8", "replace").splitlines()
-    return word in lines, evidence_of(result, "\n".join(line for line in lines if word not in line))
 
 
 def _parse(task: Task) -> _Exit | _RewardFile | _Python:

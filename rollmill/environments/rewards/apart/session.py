@@ -1,0 +1,187 @@
+"""Runs hidden tests in a machine of their own, with the submission in another one, and relays what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollmill.environments.machine import WORK, ExecResult, Machine
+from rollmill.errors import MachineError
+
+START_S = 20.0
+_CHUNK = 1 << 16
+Open = Callable[[], AbstractAsyncContextManager[Machine]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a tester is asked to do."""
+
+    tests: list[str]
+    hidden: list[str]  # paths of the hidden files, relative to the work directory
+    timeout_s: float  # for all tests, in a machine that is not slow
+    test_timeout_s: float
+    max_output: int
+    paths: list[str] = field(default_factory=lambda: ["."])
+    pytest: bool | None = None  # None: if it is there
+    statements: str | None = None  # to run instead of test files
+    env: Mapping[str, str] = field(default_factory=dict)
+    trusting: frozenset[str] = frozenset()  # tests in which submitted objects may say what they are equal to
+
+
+@dataclass(frozen=True)
+class Told:
+    verdicts: dict[str, str]  # of the tests that have one: passed, failed or time
+    printed: str
+    framework: str
+    result: ExecResult
+
+
+@functools.cache
+def program(*names: str) -> str:
+    """The text of modules of this package as one program: it runs in a machine that has nothing of ours."""
+    lines = ["from __future__ import annotations"]
+    for name in names:
+        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        dropped = ("from __future__", "from rollmill.")
+        text = text if name == names[-1] else text.replace('\nif __name__ == "__main__":\n    main()\n', "")
+        lines += [line for line in text.splitlines() if not line.startswith(dropped)]
+    return "\n".join(lines)
+
+
+async def run_apart(order: Order, open_tester: Open, open_worker: Open) -> Told:
+    """The verdicts of tests that run in one machine, with the submission in another. MachineError: a host failed."""
+    async with open_worker() as worker, open_tester() as tester:
+        listener, port = await tester.listen()
+        relaying = asyncio.create_task(_relay(listener, worker, order))
+        try:
+            return await _run(order, tester, port)
+        finally:
+            relaying.cancel()
+            await asyncio.wait([relaying])
+            if not relaying.cancelled() and relaying.exception() is not None:
+                raise relaying.exception() or AssertionError
+
+
+async def run_together(order: Order, machine: Machine) -> Told:
+    """The verdicts of tests that run in one process with the submission, which lies in this machine."""
+    return await _run(order, machine, None)
+
+
+async def _run(order: Order, machine: Machine, port: int | None) -> Told:
+    word, slowdown = secrets.token_hex(16), machine.capabilities.slowdown
+    work = {
+        "word": word,
+        "port": port,
+        "directory": WORK,
+        "tests": order.tests,
+        "hidden": order.hidden,
+        "paths": [WORK if path == "." else f"{WORK}/{path}" for path in order.paths],
+        "pytest": order.pytest,
+        "statements": order.statements,
+        "trusting": sorted(order.trusting),
+        "timeout_s": order.timeout_s * slowdown,
+        "test_timeout_s": order.test_timeout_s * slowdown,
+    }
+    result = await machine.exec(
+        ["python", "-c", program("wire", "proxies", "tester")],
+        cwd="/",
+        env=order.env,
+        stdin=json.dumps(work).encode(),
+        timeout_s=order.timeout_s * slowdown + START_S,
+        max_output=order.max_output,
+    )
+    return _told(result, word, order.tests)
+
+
+def _told(result: ExecResult, word: str, tests: list[str]) -> Told:
+    verdicts, printed, framework = dict[str, str](), list[str](), ""
+    for line in result.output.decode("utf-8", "replace").splitlines():
+        if not line.startswith(f"{word} "):
+            printed += [line] if line else []
+            continue
+        index, _, verdict = line[len(word) + 1 :].partition(" ")
+        if index == "-1":
+            framework = verdict
+        else:
+            verdicts.setdefault(tests[int(index)], verdict)
+    return Told(verdicts, "\n".join(printed), framework, result)
+
+
+async def _relay(listener: socket.socket, machine: Machine, order: Order) -> None:
+    """A worker for each connection of the tester, one after the other. MachineError: a machine's host failed."""
+    loop = asyncio.get_running_loop()
+    with listener:
+        listener.setblocking(False)
+        while True:
+            to_tester, _ = await loop.sock_accept(listener)
+            with to_tester:
+                to_tester.setblocking(False)
+                async with _worker(machine, order) as to_worker:
+                    if to_worker is not None:
+                        await _both_ways(to_tester, to_worker)
+
+
+@contextlib.asynccontextmanager
+async def _worker(machine: Machine, order: Order) -> AsyncIterator[socket.socket | None]:
+    """A connection with a new worker; None if it ends before it connects. OSError of the machine is the submission's
+    doing: an earlier worker may have ruined it."""
+    loop = asyncio.get_running_loop()
+    try:
+        listener, port = await machine.listen()
+    except OSError:
+        yield None
+        return
+    paths = [WORK if path == "." else f"{WORK}/{path}" for path in order.paths]
+    work = json.dumps({"port": port, "paths": paths, "directory": WORK}).encode()
+    running = asyncio.create_task(_run_worker(machine, work, order.timeout_s * machine.capabilities.slowdown))
+    with listener:
+        listener.setblocking(False)
+        accepting = asyncio.create_task(loop.sock_accept(listener))
+        try:
+            await asyncio.wait([running, accepting], return_when=asyncio.FIRST_COMPLETED)
+            if not accepting.done():
+                yield None
+            else:
+                with accepting.result()[0] as connection:
+                    connection.setblocking(False)
+                    yield connection
+        finally:
+            lost = running.done() and not running.cancelled() and running.exception()
+            accepting.cancel()
+            running.cancel()
+            await asyncio.gather(running, accepting, return_exceptions=True)
+        if isinstance(lost, MachineError):
+            raise lost
+
+
+async def _run_worker(machine: Machine, work: bytes, limit_s: float) -> None:
+    with contextlib.suppress(OSError):
+        command = ["python", "-c", program("wire", "worker")]
+        await machine.exec(command, cwd="/", stdin=work, timeout_s=limit_s + START_S, max_output=1000)
+
+
+async def _both_ways(one: socket.socket, other: socket.socket) -> None:
+    """Until either of them ends."""
+    copies = [asyncio.create_task(_copy(*pair)) for pair in ((one, other), (other, one))]
+    try:
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for copy in copies:
+            copy.cancel()
+        await asyncio.wait(copies)
+
+
+async def _copy(source: socket.socket, target: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):
+        while data := await loop.sock_recv(source, _CHUNK):
+            await loop.sock_sendall(target, data)
