@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,40 +96,50 @@ def check_tasks(
 ) -> None:
     """Check tasks on real machines: the reference solves it, doing nothing does not, hidden parts cannot be read.
 
-    Ends with exit code 1 if a task fails or could not be loaded. For example:
+    Each result is printed as it comes; Ctrl-C keeps those that are there. Ends with exit code 1 if a task fails or
+    could not be loaded. For example:
 
         rollmill tasks check run.toml
         rollmill tasks check run.toml --task greet --repeat 5
     """
     import asyncio
 
-    from rich.console import Console
-    from rich.table import Table
-
-    config, tasks = _open(source)
+    config, tasks = _open(source, quiet=True)
     chosen = [tasks.get(task_id)] if task_id is not None else list(_every(tasks, split, count))
-    checks = asyncio.run(_check(config, chosen, repeat))
-    table = Table("task", "reference", "nothing", "result")
-    for check in checks:
-        values = ("-" if value is None else f"{value:g}" for value in (check.reference, check.nothing))
-        table.add_row(_plain(check.task), *values, _plain("; ".join(check.problems)) or "ok")
-    Console(highlight=False, markup=False).print(table)
+    width = max((len(task.id) for task in chosen), default=4)
+    typer.echo(f" {'task':<{width}}  reference  nothing  result")
+    checks: list[TaskCheck] = []
+
+    def show(check: TaskCheck) -> None:
+        checks.append(check)
+        values = ["-" if value is None else f"{value:g}" for value in (check.reference, check.nothing)]
+        typer.echo(f" {_plain(check.task):<{width}}  {values[0]:>9}  {values[1]:>7}  {_plain(_result(check))} ")
+
+    stopped = False
+    try:
+        asyncio.run(_check(config, chosen, repeat, show))
+    except KeyboardInterrupt:
+        stopped = True
     unread: list[str] = [] if task_id is not None else list(getattr(tasks, "problems", ()))
     for problem in unread:
         typer.echo(f"left out: {_plain(problem)}", err=True)
-    for weakness in _weaknesses(config):
+    for weakness in [*_weaknesses(config), *_weak_tasks(checks)]:
         typer.echo(weakness)
     failed = sum(bool(check.problems) for check in checks)
     typer.echo(
         f"{len(checks) - failed} of {len(checks)} tasks are all right, {len(unread)} problems while reading them"
     )
+    if stopped:
+        typer.echo(f"stopped: {len(chosen) - len(checks)} of {len(chosen)} tasks were not checked", err=True)
+        raise typer.Exit(130)
     if failed or unread:
         raise typer.Exit(1)
 
 
-async def _check(config: Settings, tasks: list[Task], repeat: int) -> list[TaskCheck]:
+async def _check(config: Settings, tasks: list[Task], repeat: int, show: Callable[[TaskCheck], None]) -> None:
     import asyncio
 
+    from rich.console import Console
     from rich.progress import Progress
 
     from rollmill.environments.environment import build_grader
@@ -137,19 +148,37 @@ async def _check(config: Settings, tasks: list[Task], repeat: int) -> list[TaskC
 
     grader = build_grader(config.rewards)
     machines, slots = build(config.machine), asyncio.Semaphore(_AT_ONCE)
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
         bar = progress.add_task("check", total=len(tasks))
 
-        async def one(task: Task) -> TaskCheck:
+        async def one(task: Task) -> None:
             async with slots:
-                checked = await check_task(task, machines, grader, repeat)
+                show(await check_task(task, machines, grader, repeat))
             progress.advance(bar)
-            return checked
 
         try:
-            return list(await asyncio.gather(*map(one, tasks)))
+            await asyncio.gather(*map(one, tasks))
         finally:
             await machines.close()
+
+
+def _result(check: TaskCheck) -> str:
+    if check.problems:
+        return "; ".join(check.problems)
+    return "ok" if check.reference is not None else "ok, but without a reference nothing shows that it can be solved"
+
+
+def _weak_tasks(checks: list[TaskCheck]) -> list[str]:
+    """What is not protected in single tasks, with their names."""
+    named: dict[str, list[str]] = {}
+    for check in checks:
+        if check.weak:
+            named.setdefault(check.weak, []).append(_plain(check.task))
+    most = 5
+    return [
+        f"{len(tasks)} tasks ({', '.join(tasks[:most])}{' …' if len(tasks) > most else ''}): {weak}"
+        for weak, tasks in named.items()
+    ]
 
 
 def _weaknesses(config: Settings) -> list[str]:
@@ -161,7 +190,8 @@ def _weaknesses(config: Settings) -> list[str]:
     return [f"reward {each.name} cannot protect: {getattr(each, 'cannot_protect', unsaid)}" for each in graders]
 
 
-def _open(source: Path) -> tuple[Settings, TaskSet]:
+def _open(source: Path, *, quiet: bool = False) -> tuple[Settings, TaskSet]:
+    """With `quiet`, the caller shows the problems of the tasks, so that they are not logged."""
     from rollmill.cli.settings import read_settings
     from rollmill.errors import ConfigError
     from rollmill.kinds import build
@@ -169,7 +199,12 @@ def _open(source: Path) -> tuple[Settings, TaskSet]:
     config = read_settings(source)
     if config.tasks is None:
         raise ConfigError(f"{source} has no [tasks]", hint="`rollmill config tasks` explains the section")
-    tasks: TaskSet = build(config.tasks)
+    log = logging.getLogger("rollmill.environments.tasks.listed")
+    log.disabled = quiet
+    try:
+        tasks: TaskSet = build(config.tasks)
+    finally:
+        log.disabled = False
     return config, tasks
 
 

@@ -14,7 +14,10 @@ class Grader(Protocol):
     """`name` stands before the parts and the evidence of this grader where several rewards add up.
 
     A grader may also have `cannot_protect`, a text: what an agent could still do to earn an undeserved reward.
-    `rollmill tasks check` prints it.
+    `rollmill tasks check` prints it. `async weaknesses(episode) -> str` says it of one task, where that differs.
+
+    A grader with `kind` grades tasks whose `grading` has this kind. Where several such graders are rewards of one run,
+    each task is graded by those of its own kind, and by all graders without a `kind`.
 
     A grader with `wants_final_state = True` gets `episode.final_state`: a reference to the state in which the agent
     left its machine. Without one that wants it, no state is saved.

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollmill.environments.episode import Episode
 from rollmill.environments.machine import WORK, Machine, MachineHost, release
 from rollmill.environments.reward import Grader, grade_episode, wants_final_state
+from rollmill.environments.rewards.apart.levels import solve as write_reference
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine
 from rollmill.errors import RollmillError, TaskError
 from rollmill.rollouts.hand_in import take_hand_in
 from rollmill.types import Reward
 
-_SOLVE_S = 300.0  # for a reference command of a task without a time limit
 _SHORTEST = 24  # characters; shorter hidden texts turn up by chance
 
 
@@ -26,12 +27,14 @@ class TaskCheck:
     task: str
     reference: float | None  # its reward; None: the task has no reference
     nothing: float | None  # reward for handing in what is there at the start
+    weak: str  # what its rewards cannot protect in this task, and not in others
     problems: tuple[str, ...]  # empty: the task is all right
 
 
 async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: int = 2) -> TaskCheck:
     """Grade the reference and the untouched work directory `repeat` times each. Every failure becomes a problem."""
     problems: list[str] = []
+    weak = ""
     rewards: dict[str, list[Reward]] = {"reference": [], "nothing": []}
     try:
         async with asyncio.timeout(600.0):
@@ -39,6 +42,8 @@ async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: 
             if task.reference or task.reference_command:
                 rewards["reference"] = await _grade(task, machines, grader, repeat, solve=True)
             rewards["nothing"] = await _grade(task, machines, grader, repeat)
+            if hasattr(grader, "weaknesses"):
+                weak = await grader.weaknesses(Episode(task, {}, machines))
     except RollmillError as error:
         problems.append(error.message if error.hint is None else f"{error.message}; {error.hint}")
     except Exception as error:  # code of the user
@@ -52,14 +57,14 @@ async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: 
             values = ", ".join(f"{reward.value:g}" for reward in graded)
             problems.append(f"the verdict on {name} changes: {values}")
     first = {name: graded[0].value if graded else None for name, graded in rewards.items()}
-    return TaskCheck(task.id, first["reference"], first["nothing"], tuple(problems))
+    return TaskCheck(task.id, first["reference"], first["nothing"], weak, tuple(problems))
 
 
 async def _grade(task: Task, machines: MachineHost, grader: Grader, repeat: int, solve: bool = False) -> list[Reward]:
     machine = await create_machine(machines, task)
     try:
         if solve:
-            await _solve(machine, task)
+            await write_reference(machine, task)
         handed_in = await take_hand_in(machine, task, machines, keep_state=wants_final_state(grader))
     finally:
         await machine.close()
@@ -69,18 +74,6 @@ async def _grade(task: Task, machines: MachineHost, grader: Grader, repeat: int,
         return [await grade_episode(grader, handed_in.episode(task, machines)) for _ in range(repeat)]
     finally:
         await release(machines, handed_in.final_state)
-
-
-async def _solve(machine: Machine, task: Task) -> None:
-    """Write the reference, and run its command."""
-    for path, data in task.reference.items():
-        await machine.write(path, data)
-    if task.reference_command:
-        result = await machine.exec(task.reference_command, timeout_s=task.timeout_s or _SOLVE_S)
-        if result.exit_code != 0 or result.stopped is not None:
-            printed = result.output[-300:].decode("utf-8", "replace")
-            why = f"stopped by {result.stopped}" if result.stopped else f"exit code {result.exit_code}"
-            raise TaskError(f"the reference command failed: {why}, {printed!r}", hint="run it in the machine by hand")
 
 
 def _evidence(rewards: list[Reward]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,9 +73,25 @@ def test_check_finds_each_kind_of_bad_task(rollmill: Callable[..., Told], source
     assert "doing nothing solves it" in lines["solved"] and "tests/old.py shows grading.files.t.py" in lines["leak"]
     assert "machine image 'no-such-image'" in lines["gone"]
     assert "t.jsonl:7: not valid JSON" in told.err and "1 of 6 tasks are all right, 1 problems" in told.out
-    assert "reward script cannot protect: A test that imports submitted code" in told.out
+    assert "reward script cannot protect: By exit code or reward file" in told.out
+    assert "5 tasks (" in told.out and "code that the command imports or starts can decide it" in told.out
+    assert told.err.count("not valid JSON") == 1
     good = rollmill("tasks", "check", source, "--task", "good", "--repeat", 3)
     assert good.code == 0 and "1 of 1 tasks" in good.out
+
+
+def test_check_shows_each_result_as_it_comes_and_keeps_them_at_an_interrupt(source: Path) -> None:
+    waits = entry("waits", grading={"kind": "script", "command": ["sleep", "60"], "timeout_s": 60}, reference={})
+    write(source, entry("good"), entry("bare", reference={}), waits)
+    command = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "tasks", "check", str(source)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        rest, told = process.communicate(timeout=60)
+    assert any(" good " in line and " ok " in line for line in lines), lines
+    assert any("without a reference" in line for line in lines), lines
+    assert process.returncode == 130 and "2 of 2 tasks are all right" in rest and "1 of 3 tasks were not" in told
 
 
 def test_a_verdict_that_changes_and_a_reward_that_raises(rollmill: Callable[..., Told], source: Path) -> None:

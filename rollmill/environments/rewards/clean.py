@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import PurePosixPath
@@ -89,9 +90,16 @@ def _answers(paths: Iterable[str]) -> list[str]:
 
 
 def read_grading(task: Task, kind: type[M], *, hint: str) -> M:
-    """The task's grading, validated as the JSON it would be in a file: a tuple is a list. TaskError if it is wrong."""
+    """The task's grading, validated as the JSON it would be in a file: a tuple is a list. TaskError if it is wrong.
+
+    Fields of other names are for other rewards, unless they look like a slip of one of ours.
+    """
+    own = {name: value for name, value in task.grading.items() if name in kind.model_fields}
+    for name in task.grading.keys() - own.keys():
+        if near := difflib.get_close_matches(str(name), kind.model_fields, n=1, cutoff=0.75):
+            raise TaskError(f"task {task.id}: grading has an unknown field {name!r}", hint=f"is it {near[0]!r}?")
     try:
-        return parse_json(json.dumps(dict(task.grading)), kind)
+        return parse_json(json.dumps(own), kind)
     except (TypeError, ValueError, RecursionError) as error:
         raise TaskError(f"task {task.id}: its grading cannot be read: {str(error)[:500]}", hint=hint) from None
 

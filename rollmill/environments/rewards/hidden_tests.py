@@ -90,6 +90,7 @@ class HiddenTests:
     """Value 1 if every case is right, else 0; `parts["cases"]` is the fraction that is."""
 
     name = "hidden_tests"
+    kind = "calls"
     cannot_protect = (
         "Submitted code runs in one process with the driver, and sees the inputs. It can answer them one by one, so "
         "use more cases than can be guessed or looked up."

@@ -35,6 +35,7 @@ from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evide
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.jsonl import Base64, contents
 from rollmill.environments.tasks.programs import parse_python
+from rollmill.errors import TaskError
 from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Reward
 
@@ -88,6 +89,7 @@ class Script:
     """Value 1 if the script says that the submission passes, else 0; or the number in the reward file."""
 
     name = "script"
+    kind = "script"
     cannot_protect = (
         "By exit code or reward file, the command of a task runs where the submission lies. Submitted code that it "
         "imports or starts can read the grading files, end the process with success and write the reward file; no "
@@ -177,4 +179,6 @@ def _parse(task: Task) -> _Exit | _RewardFile | _Python:
         return read_grading(task, _RewardFile, hint='"verdict": "reward_file" needs "command" and "reward_files"')
     if task.grading.get("verdict") == "python":
         return read_grading(task, _Python, hint=hint)
+    if unused := {"test", "reward_files"} & task.grading.keys():
+        raise TaskError(f"task {task.id}: grading has {sorted(unused)}, but no verdict that reads it", hint=hint)
     return read_grading(task, _Exit, hint=hint)

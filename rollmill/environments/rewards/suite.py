@@ -67,6 +67,7 @@ class Suite:
     """`parts` has the share of passed tests of each list."""
 
     name = "pytest"
+    kind = "pytest"
     cannot_protect = (
         "Objects of submitted classes say themselves what they are equal to among each other. A test that cannot run "
         "apart from the submission runs in one process with it, which can then make it pass: named for each task."

@@ -9,11 +9,13 @@ from typing import Any
 
 from rollmill.environments.episode import Episode
 from rollmill.environments.reward import Grader, grade_episode, wants_final_state
+from rollmill.environments.task import Task
 from rollmill.types import TURN, Reward
 
 
 class WeightedRewards:
-    """The first reward decides whether an episode is solved: `parts["solved"]` is its value."""
+    """The first reward decides whether an episode is solved: `parts["solved"]` is its value. A reward for one kind of
+    grading stands aside for tasks of another kind, if a reward for that one is there."""
 
     name = "weighted"
 
@@ -22,15 +24,16 @@ class WeightedRewards:
         self.wants_final_state = any(wants_final_state(grader) for _, grader in graders)
 
     async def grade(self, episode: Episode) -> Reward:
+        graders = for_task(self._graders, episode.task)
         try:
             async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(grade_episode(grader, episode)) for _, grader in self._graders]
+                tasks = [running.create_task(grade_episode(grader, episode)) for _, grader in graders]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None  # the first one says why; the others were cancelled
         rewards = [task.result() for task in tasks]
         value, parts, evidence = 0.0, {"solved": float(rewards[0].value)}, dict[str, Any]()
         turns: defaultdict[str, float] = defaultdict(float)
-        for number, ((weight, grader), reward) in enumerate(zip(self._graders, rewards, strict=True)):
+        for number, ((weight, grader), reward) in enumerate(zip(graders, rewards, strict=True)):
             name = grader.name if grader.name not in evidence else f"{grader.name}_{number}"
             value += weight * float(reward.value)
             parts[name] = float(reward.value)
@@ -39,7 +42,22 @@ class WeightedRewards:
                 if part.startswith(TURN):  # what single turns earned adds up as the values do
                     turns[part] += weight * float(share)
             evidence[name] = dict(reward.evidence)
-        return Reward(value, {**parts, **turns}, evidence, "+".join(grader.name for _, grader in self._graders))
+        return Reward(value, {**parts, **turns}, evidence, "+".join(grader.name for _, grader in graders))
+
+    async def weaknesses(self, episode: Episode) -> str:
+        """What the rewards cannot protect in a task."""
+        graders = [grader for _, grader in for_task(self._graders, episode.task)]
+        texts = [await grader.weaknesses(episode) for grader in graders if hasattr(grader, "weaknesses")]
+        return "; ".join(filter(None, texts))
+
+
+def for_task(graders: Sequence[tuple[float, Grader]], task: Task) -> list[tuple[float, Grader]]:
+    """The rewards for a task: those for the kind of its grading, and those for any kind."""
+    kinds = {kind for _, grader in graders if (kind := getattr(grader, "kind", None)) is not None}
+    kind = task.grading.get("kind")
+    if kind not in kinds:
+        return list(graders)
+    return [(weight, grader) for weight, grader in graders if getattr(grader, "kind", kind) == kind]
 
 
 def add_up(graders: Sequence[tuple[float, Grader]]) -> Grader:

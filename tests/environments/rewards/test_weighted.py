@@ -39,6 +39,16 @@ async def test_values_add_up_by_weight_and_every_part_is_kept() -> None:
     assert reward.evidence == {"tests": {"log": "ok"}, "length": {"tokens": 9}, "length_2": {}}
 
 
+async def test_each_task_is_graded_by_the_rewards_for_its_kind() -> None:
+    calls, script = Fixed("calls", Reward(1.0)), Fixed("script", Reward(0.0))
+    calls.kind, script.kind = "calls", "script"  # type: ignore[attr-defined]
+    both = add_up([(1.0, script), (1.0, calls), (0.25, LENGTH)])
+    for kind, value, solved in (("calls", 0.5, True), ("script", -0.5, False)):
+        task = Task("t", "do it", grading={"kind": kind, "mine": 3})
+        reward = await both.grade(Episode(task, {}, EPISODE.machines))
+        assert (reward.value, reward.solved) == (value, solved) and reward.grader == f"{kind}+length"
+
+
 async def test_the_first_reward_decides_whether_it_is_solved() -> None:
     assert not (await add_up([(1.0, LENGTH), (1.0, TESTS)]).grade(EPISODE)).solved
 

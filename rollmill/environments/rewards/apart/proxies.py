@@ -32,8 +32,9 @@ _COMPARED = {f"__{name}__": name for name in ("lt", "le", "gt", "ge")}
 _ASKED = frozenset(
     f"__{name}__" for name in "name qualname doc file version all annotations members dataclass_fields".split()
 )
+_OF_MOCKS = ("assert", "configure_mock", "attach_mock", "mock_add_spec", "reset_mock")  # a test's own judgement
 _TEST_FOLDERS = frozenset({"test", "tests"})
-_real_dict = types.ModuleType.__dict__["__dict__"].__get__
+_real_dict: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 
 
 def _forward(operation: str) -> Callable[..., Any]:
@@ -188,10 +189,10 @@ class Tester(Link):
         plain = self.decode(facts["plain"]) if "plain" in facts else None
         base = type(plain)
         if plain is None or not issubclass(kind, base):
-            made = kind.__new__(kind) if issubclass(kind, BaseException) else object.__new__(kind)
+            made: Any = kind.__new__(kind) if issubclass(kind, BaseException) else object.__new__(kind)
         elif base in (list, dict, set):
             made = base.__new__(kind)
-            (base.extend if base is list else base.update)(made, plain)  # type: ignore[attr-defined]
+            (made.extend if base is list else made.update)(plain)
         else:
             made = base.__new__(kind, plain)
         made.__dict__["_rollmill"] = number
@@ -312,9 +313,11 @@ class Tester(Link):
         if not (ours or streams or mocked or (steps and name in ("iter", "next"))):
             raise PermissionError("a submission may not look into this object of a test")
         if name in ("getattr", "setattr"):
-            if str(rest[0]).startswith("_"):
+            if str(rest[0]).startswith("_") or (mocked and str(rest[0]).startswith(_OF_MOCKS)):
                 raise AttributeError(str(rest[0]))
-            found = getattr(target, *rest) if name == "getattr" else setattr(target, *rest)
+            if name == "setattr":
+                return setattr(target, *rest)
+            found = getattr(target, *rest)
             if isinstance(found, types.ModuleType):
                 raise PermissionError("a submission may not have this module of a test")
             return found

@@ -19,7 +19,7 @@ from typing import Any
 
 from rollmill.environments.rewards.apart.proxies import Finder, Tester
 
-Tell = Callable[[str, str], None]
+Tell = Callable[[str, str], Any]
 _write, _leave = os.write, os._exit
 
 
@@ -134,7 +134,7 @@ def _pinned(work: Any) -> list[str]:
     elsewhere = [path for path in sys.path if path and not path.startswith(work["directory"])]
     found = [entry for each in distributions(path=elsewhere) for entry in each.entry_points]
     named = [argument for entry in found if entry.group == "pytest11" for argument in ("-p", entry.name)]
-    return named if hasattr(found[0] if found else None, "group") else []
+    return named
 
 
 def by_unittest(work: Any, tests: list[str], tell: Tell) -> None:
@@ -181,10 +181,12 @@ def _programs(work: Any) -> None:
     """What tests start runs where the submission is."""
     import subprocess
 
-    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    class Popen(subprocess.Popen):
+        _kept: Any
+
         def __init__(self, args: Any, *_: Any, **named: Any) -> None:
-            self.args, self.returncode, self.pid = args, None, 0  # type: ignore[assignment]
-            self.stdin = self.stdout = self.stderr = None
+            given: Any = {"args": args, "returncode": None, "pid": 0, "stdin": None, "stdout": None, "stderr": None}
+            self.__dict__.update(given)
             text = any(named.get(key) for key in ("text", "universal_newlines", "encoding", "errors"))
             self._text, self._kept, self._env = text, None, named.get("env")
             self._streams = named.get("stdout"), named.get("stderr")
@@ -208,7 +210,8 @@ def _programs(work: Any) -> None:
                 finally:
                     os.environ.clear()
                     os.environ.update(before)
-            self.returncode, *printed = self._kept
+            printed = self._kept[1:]
+            self.returncode = self._kept[0]
             wanted = [kind == subprocess.PIPE for kind in self._streams]
             texts = [each.decode("utf-8", "replace") if self._text and each is not None else each for each in printed]
             return tuple(text if asked else None for text, asked in zip(texts, wanted))  # noqa: B905
@@ -230,7 +233,6 @@ def _programs(work: Any) -> None:
         def __del__(self, *_: Any) -> None: ...
 
     subprocess.Popen = Popen  # type: ignore[misc]
-    subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]
 
 
 def run_file(work: Any, tests: list[str], tell: Tell) -> None:
@@ -279,7 +281,8 @@ def main() -> None:
     if work["pytest"] is None:
         work["pytest"] = there
     if work["pytest"] and there:
-        import _pytest.runner  # noqa: F401  before anything of the work directory can be taken for a part of it
+        import _pytest.runner  # before anything of the work directory can be taken for a part of it
+        import pytest  # noqa: F401
 
     def say(index: int, verdict: str) -> None:
         sys.stdout.flush()

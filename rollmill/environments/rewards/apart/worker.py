@@ -107,7 +107,7 @@ class Worker(Link):
 
     def _hear(self) -> None:
         self._printed = io.StringIO(), io.StringIO()
-        sys.stdout, sys.stderr = self._printed  # type: ignore[assignment]
+        sys.stdout, sys.stderr = self._printed
 
     # what is told about objects
 
@@ -118,7 +118,7 @@ class Worker(Link):
         if isinstance(value, type):
             return {"kind": "class", "class": self._class(value)}
         facts = {"kind": kind, "class": self._class(type(value))}
-        base = next((each for each in _PLAIN if isinstance(value, each)), None)
+        base: Any = next((each for each in _PLAIN if isinstance(value, each)), None)
         if base is not None:  # a named tuple, a member of an IntEnum: its plain part, whatever its class overrides
             facts["plain"] = self.encode(base.__new__(base, value) if base not in (list, dict, set) else base(value))
         return facts
@@ -139,7 +139,7 @@ class Worker(Link):
             return self._classes[kind]
         ours = [base for base in kind.__bases__ if base is not object]
         own = [each for each in kind.__mro__ if each is not object and each not in _PLAIN]
-        facts = {
+        facts: dict[str, Any] = {
             "number": self.keep(kind),
             "name": kind.__name__,
             "module": str(kind.__module__),
