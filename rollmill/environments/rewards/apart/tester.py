@@ -281,8 +281,7 @@ def main() -> None:
     if work["pytest"] is None:
         work["pytest"] = there
     if work["pytest"] and there:
-        import _pytest.runner  # before anything of the work directory can be taken for a part of it
-        import pytest  # noqa: F401
+        import pytest  # noqa: F401  before anything of the work directory can be taken for it
 
     def say(index: int, verdict: str) -> None:
         sys.stdout.flush()
