@@ -64,7 +64,10 @@ TORCH_ALLOWED = (
     "rollmill.cluster.roles.engine",
 )
 PLUGINS = ("rollmill.environments.machines.harbor.environment",)  # imported by Harbor, which may not be installed
-GUESTS = ("rollmill.environments.machines.namespace.warm_python",)  # runs programs inside a machine
+GUESTS = (  # run programs inside a machine
+    "rollmill.environments.machines.namespace.warm_python",
+    "rollmill.environments.rewards.apart.tester",
+)
 HEAVY = ("torch", "sqlalchemy", "alembic", "obstore", "numpy")
 
 
