@@ -31,4 +31,4 @@ class Timed:
 
 def time_lines() -> None:
     """From now on, what this process prints has times."""
-    sys.stdout, sys.stderr = Timed(sys.stdout), Timed(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Timed(sys.stdout), Timed(sys.stderr)
