@@ -1,4 +1,4 @@
-"""`rollmill machines setup | doctor | fidelity | serve`: kinds of machines, their looks, machines for others."""
+"""`rollmill machines setup | doctor | fidelity | shell | serve`: kinds of machines, their looks, a look into one."""
 
 from __future__ import annotations
 
@@ -138,6 +138,52 @@ async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
             await machine.close()
     finally:
         await host.close()
+
+
+@app.command("shell")
+def shell(
+    image: Annotated[str, typer.Argument(help="image of the machine")] = "host-python",
+    kind: Annotated[str, typer.Option(help="kind of machine: namespace or qemu")] = "namespace",
+    run: Annotated[
+        Path | None, typer.Option(help="a run directory: then look into one of its episodes", show_default=False)
+    ] = None,
+    episode: Annotated[str | None, typer.Option(help="id of its trajectory", show_default=False)] = None,
+    command: Annotated[
+        str | None, typer.Option("--command", "-c", help="run this and exit, without a terminal", show_default=False)
+    ] = None,
+) -> None:
+    """Look into a machine: of an image, or as a finished episode left its work.
+
+    For example:
+
+        rollmill machines shell
+        rollmill machines shell shop -c pytest
+        rollmill machines shell --run runs/demo --episode TRAJECTORY
+
+    The machine of an episode is made as graders get it: the files of the task, and what the episode handed in over
+    them. The machine ends with the shell, and nothing of it is kept.
+    """
+    import asyncio
+    import sys
+
+    from rollmill.cli import machine_shell
+    from rollmill.errors import ConfigError
+
+    if (run is None) != (episode is None):
+        raise ConfigError("--run and --episode go together", hint="`rollmill trajectories list RUN` shows ids")
+    if command is None and not sys.stdin.isatty():
+        raise ConfigError("this is no terminal", hint='-c "COMMAND" runs a command without one')
+
+    async def look() -> int:
+        opened = machine_shell.machine_of(image, kind)
+        if run is not None and episode is not None:
+            opened = machine_shell.machine_of_episode(run, episode)
+        async with opened as machine:
+            return await (
+                machine_shell.attach(machine) if command is None else machine_shell.run_command(machine, command)
+            )
+
+    raise typer.Exit(asyncio.run(look()))
 
 
 @app.command("serve")

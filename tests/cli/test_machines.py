@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -60,6 +64,34 @@ def test_a_kind_of_machine_that_is_unknown(
     told = rollmill("machines", command, "--kind", "qmu")
     assert told.code == 1 and "kind = 'qmu' is unknown" in told.err and "did you mean 'qemu'?" in told.err
     assert not told.out and "Traceback" not in told.err
+
+
+def test_a_command_in_a_machine(rollmill: Callable[..., Told]) -> None:
+    told = rollmill("machines", "shell", "-c", "pwd; id -un; exit 3")
+    assert (told.code, told.out) == (3, "/work\nuser\n")
+    assert "go together" in rollmill("machines", "shell", "--episode", "t1", "-c", "pwd").err
+    assert "image 'absent' does not exist" in rollmill("machines", "shell", "absent", "-c", "pwd").err
+
+
+def test_a_terminal_in_a_machine() -> None:
+    ours, its = pty.openpty()
+    start = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "machines", "shell"]
+    process = subprocess.Popen(start, stdin=its, stdout=its, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(its)
+    printed = b""
+    typed = iter((b"echo $((6 * 7))-$USER\r", b"seq 100000\r", b"exit 5\r"))
+    wanted = [b"$ ", b"42-user\r\n", b"99999\r\n100000\r\n"]
+    while wanted:
+        assert select.select([ours], [], [], 60)[0], printed
+        printed += os.read(ours, 1 << 16)
+        if wanted[0] in printed:
+            printed = b""
+            wanted.pop(0)
+            os.write(ours, next(typed))
+    with contextlib.suppress(OSError):  # the other end is closed
+        while os.read(ours, 1 << 16):
+            pass
+    assert process.wait(60) == 5, process.communicate()
 
 
 def test_connecting_to_what_is_no_url(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:

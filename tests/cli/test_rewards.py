@@ -90,6 +90,12 @@ def test_replay_records_a_grading_beside_the_old_one(rollmill: Callable[..., Tol
     assert "no graded trajectory matches" in rollmill("rewards", "replay", run.path, "--task", "other").out
 
 
+def test_a_look_into_a_finished_episode(rollmill: Callable[..., Told], run: RunDirectory) -> None:
+    told = rollmill("machines", "shell", "--run", run.path, "--episode", "g0-right", "-c", "cat main.py")
+    assert (told.code, told.out) == (0, ANSWERS["right"])
+    assert "absent" in rollmill("machines", "shell", "--run", run.path, "--episode", "absent", "-c", "pwd").err
+
+
 def test_a_task_that_has_changed_since_it_was_played(
     rollmill: Callable[..., Told], run: RunDirectory, tmp_path: Path
 ) -> None:
