@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from benchmarks.growth_index import LAWS as INDEX
 from benchmarks.growth_weights import LAWS as WEIGHTS
 from benchmarks.output import at_most, finish
 
@@ -25,7 +26,7 @@ class Law(NamedTuple):
     slope: float  # the bar
 
 
-LAWS = [Law(*law) for law in WEIGHTS]
+LAWS = [Law(*law) for law in (*INDEX, *WEIGHTS)]
 
 
 def slope_of(sizes: Sequence[int], costs: Sequence[float]) -> float:

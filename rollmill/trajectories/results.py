@@ -28,9 +28,21 @@ class Result:
     tokens: int  # sampled
 
 
+# kept apart, because SQLite would begin with the whole ledger of the run
+_DECIDED = (
+    sa.select(groups.c.run, groups.c.id, groups.c.step, groups.c.created_at)
+    .where(
+        groups.c.run == bindparam("of_run"),
+        groups.c.state == GroupState.final.value,
+        groups.c.step > bindparam("after"),
+        groups.c.step <= bindparam("through"),
+    )
+    .cte("decided")
+    .prefix_with("MATERIALIZED")
+)
 _RESULTS = (
     sa.select(
-        groups.c.step,
+        _DECIDED.c.step,
         trajectories.c.task_id,
         trajectories.c.family,
         trajectories.c.turns,
@@ -38,16 +50,10 @@ _RESULTS = (
         trajectories.c.reward,
         trajectories.c.solved,
     )
-    .join_from(groups, ledger, (ledger.c.run == groups.c.run) & (ledger.c.group_id == groups.c.id))
+    .join_from(_DECIDED, ledger, (ledger.c.run == _DECIDED.c.run) & (ledger.c.group_id == _DECIDED.c.id))
     .join(trajectories, ledger.c.trajectory == trajectories.c.id)
-    .where(
-        groups.c.run == bindparam("of_run"),
-        groups.c.state == GroupState.final.value,
-        groups.c.step > bindparam("after"),
-        groups.c.step <= bindparam("through"),
-        trajectories.c.state == TrajectoryState.graded.value,
-    )
-    .order_by(groups.c.step, groups.c.created_at, groups.c.id, trajectories.c.id)
+    .where(trajectories.c.state == TrajectoryState.graded.value)
+    .order_by(_DECIDED.c.step, _DECIDED.c.created_at, _DECIDED.c.id, trajectories.c.id)
 )
 
 

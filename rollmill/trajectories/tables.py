@@ -121,7 +121,7 @@ groups = Table(
     Column("origin", Text),  # the run that it was admitted from; NULL: the run's dispatcher started it
     Column("holder", Text),  # the dispatcher that plays it
     Index("groups_by_state", "run", "state", "ready_at", "id"),
-    Index("groups_by_step", "run", "step"),
+    Index("groups_by_step", "run", "state", "step"),
 )
 ledger = Table(
     "ledger",

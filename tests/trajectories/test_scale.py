@@ -111,7 +111,9 @@ def plan(engine: sa.Engine, statement: str, parameters: Any) -> list[str]:
 
 
 def scans(line: str) -> bool:
-    """Whether this line of a plan reads a large table from its beginning to its end."""
+    """Whether this line of a plan reads a large table from its beginning to its end, or all that a run has in it."""
+    if line.startswith("SEARCH") and line.endswith("(run=?)"):
+        return line.split()[1] in LARGE
     words = line.replace("Seq Scan on", "SCAN").replace("->", " ").split()
     return "SCAN" in words and words[words.index("SCAN") + 1] in LARGE and "USING" not in words
 

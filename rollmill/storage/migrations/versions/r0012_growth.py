@@ -15,6 +15,6 @@ def upgrade() -> None:
     op.execute(
         "UPDATE runs SET started = (SELECT count(*) FROM groups WHERE groups.run = runs.id AND groups.origin IS NULL)"
     )
-    op.create_index("groups_by_step", "groups", ["run", "step"])
+    op.create_index("groups_by_step", "groups", ["run", "state", "step"])
     op.create_index("ledger_by_step", "ledger", ["run", "step"])
     op.create_index("ledger_by_trajectory", "ledger", ["trajectory"])
