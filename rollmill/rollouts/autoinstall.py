@@ -5,7 +5,8 @@
                                                        ▼
                                         a new image: the work directory after the recipe
 
-The agent's word counts for nothing: only what two clean machines show. If they fail, the agent tries again and reads
+The agent's word counts for nothing: only what two clean machines show. Before verification the repository's own files
+are put back, so that no test passes because it was changed. If they fail, the agent tries again and reads
 why. Everything that the agent and its machine say is untrusted; of the machine only regular files are taken.
 """
 
@@ -18,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import BaseModel
@@ -32,6 +33,7 @@ from rollmill.environments.machines.build_image import build_image, remove_image
 from rollmill.environments.machines.images import ImageRecord, LayerRecord
 from rollmill.environments.machines.tar import ArchiveError, Tar
 from rollmill.environments.machines.verify_image import verify
+from rollmill.environments.rewards.clean import UNASKED
 from rollmill.environments.sections import MachineSection
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
@@ -47,7 +49,8 @@ Set up the repository in the current directory so that each of these commands pa
 {commands}
 
 The commands that you run are replayed in a fresh machine, one after the other, and then the commands above are run.
-Only files below the current directory are kept. Do not change what the tests check.
+Only files below the current directory are kept. Before the commands above are run, every file of the repository is put
+back as it was.
 {failure}"""
 
 
@@ -186,15 +189,40 @@ async def _replay(machines: MachineHost, recipe: Recipe) -> bytes:
     """Run a recipe in a clean machine, then its verification. Returns a tar of the work directory before the latter."""
     machine = await machines.create(recipe.base)
     try:
+        start = await _pack(machine)
         for command in recipe.commands:
             await machine.exec(bash(command), timeout_s=600.0 * machine.capabilities.slowdown)
-        packed = await machine.exec(["tar", "-cf", "-", "."], timeout_s=120.0, max_output=_LARGEST)
-        if packed.exit_code != 0 or packed.truncated:
-            raise TaskError(f"the work directory has more than {_LARGEST >> 20} MiB, or cannot be read")
+        restored = await machine.exec(["tar", "-xf", "-"], stdin=start, timeout_s=120.0)
+        if restored.exit_code != 0:
+            raise TaskError("the files of the repository could not be put back", hint="leave them as they are")
+        packed = await _pack(machine)
+        if hooks := _added_hooks(_names(start), _names(packed)):
+            raise TaskError(f"{', '.join(hooks[:5])} would change how tests run", hint="do without files of this name")
         await verify(machine, recipe.verify)
-        return packed.output
+        return packed
     finally:
         await machine.close()
+
+
+async def _pack(machine: Machine) -> bytes:
+    packed = await machine.exec(["tar", "-cf", "-", "."], timeout_s=120.0, max_output=_LARGEST)
+    if packed.exit_code != 0 or packed.truncated:
+        raise TaskError(f"the work directory has more than {_LARGEST >> 20} MiB, or cannot be read")
+    return packed.output
+
+
+def _names(packed: bytes) -> set[PurePosixPath]:
+    try:
+        tar = Tar(io.BytesIO(packed), most_bytes=_LARGEST, most_entries=_MOST_ENTRIES)
+        return {PurePosixPath(entry.name) for entry in tar if entry.kind != "directory"}
+    except ArchiveError as error:
+        raise TaskError(f"the work directory of the machine cannot be unpacked: {error}") from None
+
+
+def _added_hooks(before: set[PurePosixPath], after: set[PurePosixPath]) -> list[str]:
+    """New files beside those of the repository that Python or pytest runs or reads unasked."""
+    folders = {path.parent for path in before}
+    return sorted(str(path) for path in after - before if path.name in UNASKED and path.parent in folders)
 
 
 def _keep(name: str, recipe: Recipe, packed: bytes, transcripts: list[list[dict[str, Any]]]) -> ImageRecord:

@@ -83,7 +83,7 @@ def test_a_repository_is_set_up_when_two_clean_machines_pass(
     done = rollmill("images", "autoinstall", source, "--verify", check, "--model", model)
     assert done.code == 0 and "$ cp shop.py .." in done.out and "verified twice" in done.out, done
     image = load_image("shop", None)
-    assert image.files["shop.py"] == b"price = 3\n" and "src/shop.py" not in image.files
+    assert image.files["shop.py"] == image.files["src/shop.py"] == b"price = 3\n"  # put back
     place = images_directory() / "objects" / image.digest
     recipe = json.loads((place / "recipe.json").read_text())
     assert recipe["commands"] == [*Script.again, DONE] and recipe["verify"] == [check]
@@ -140,3 +140,21 @@ async def test_real_packages_are_set_up_with_their_own_tests(
     assert done.record.verified == [check] and done.record.requirements[0].startswith("pytest==")
     with pytest.raises(TaskError, match="1 attempts"):
         await install_repository("never", source, "HEAD", requirements, ["false"], endpoint, attempts=1)
+
+
+@pytest.mark.parametrize(
+    "cheat", ["echo pass > test_shop.py", "rm -r tests; ln -s . tests", "echo 'import os; os._exit(0)' > conftest.py"]
+)
+async def test_no_recipe_changes_what_tests_check(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cheat: str
+) -> None:
+    source = tmp_path / "shop"
+    (source / "tests").mkdir(parents=True)
+    (source / "shop.py").write_text("price = 'broken'\n")
+    for name in ("test_shop.py", "tests/test_shop.py"):
+        (source / name).write_text("import sys\nsys.path.append('.')\nimport shop\nassert shop.price == 3\n")
+    commit_all(source)
+    monkeypatch.setattr(Script, "first", (cheat,))
+    command = "ls conftest.py" if "conftest" in cheat else "python test_shop.py && python tests/test_shop.py"
+    with pytest.raises(TaskError, match=r"is not verified|would change how tests run"):
+        await install_repository("shop", source, "HEAD", None, [command], Endpoint(model, "", "m"), attempts=1)

@@ -25,6 +25,7 @@ _HOOKS = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pyte
 
 # Each can name plugins of pytest
 _PINNED = frozenset({"setup.cfg", "tox.ini", "pyproject.toml", ".pytest.ini", "pytest.toml", ".pytest.toml"})
+UNASKED = _HOOKS | _PINNED
 
 
 class DoesNotFit(Exception):
