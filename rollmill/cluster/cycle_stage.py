@@ -12,7 +12,8 @@ from typing import Any
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.settings import CYCLE
 from rollmill.config import validate_config
-from rollmill.training.config import OptimizerConfig
+from rollmill.models.counts import all_parameters
+from rollmill.training.config import OptimizerConfig, lr_by_size
 from rollmill.training.stage import StageSection
 from rollmill.training.stages.rl import RLSettings
 
@@ -41,7 +42,9 @@ def stage_settings(config: RunConfig, number: int, live: str, conversations: int
     steps = min(cycle.steps, conversations)
     training = kept.get("training", {})
     optimizer = {**training.get("optimizer", {}), "warmup_steps": 0, "decay": "constant"}
-    usual = optimizer.get("lr", OptimizerConfig().lr)
+    own_model = config.checkpoint is None and config.start is None
+    usual = OptimizerConfig().lr if own_model else lr_by_size(all_parameters(config.model), rollouts=True)
+    usual = last.training.optimizer.lr if last is not None else usual
     # one reward per conversation is noisier than a group's, and each cycle's optimizer starts without a memory
     optimizer["lr"] = cycle.lr if cycle.lr is not None else 0.4 * usual
     return {

@@ -29,8 +29,10 @@ from rollmill.gateway.config import GatewayConfig, LendingConfig
 from rollmill.inference.config import EXACT_KV, EngineConfig
 from rollmill.inference.sections import EngineSpec, EnginesSection, engine_specs
 from rollmill.models.config import ModelConfig, with_context
+from rollmill.models.counts import all_parameters
 from rollmill.realtime.config import CycleConfig
 from rollmill.rollouts.config import LONGEST_ANSWER, SHORTEST_ANSWER, DispatcherConfig, RolloutConfig
+from rollmill.training.config import lr_by_size
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.types import Version
 
@@ -217,6 +219,20 @@ class RunConfig(Config):
             model = RunDirectory.open(Path(start["run"])).config.model_of(line)
             return {**tree, **shortened(model.model_dump(mode="json"), given, f"the run {start['run']}")}
         return tree
+
+    @model_validator(mode="after")
+    def _learning_rates_fit_the_checkpoint(self) -> RunConfig:
+        if self.checkpoint is not None or self.start is not None:
+            self.__dict__["stages"] = tuple(map(self._with_lr, self.stages))
+        return self
+
+    def _with_lr(self, stage: StageSection) -> StageSection:
+        optimizer = stage.training.optimizer
+        if "lr" in optimizer.model_fields_set:
+            return stage
+        lr = lr_by_size(all_parameters(self.model), rollouts=isinstance(stage, RolloutSettings))
+        training = stage.training.model_copy(update={"optimizer": optimizer.model_copy(update={"lr": lr})})
+        return stage.model_copy(update={"training": training})
 
     @model_validator(mode="after")
     def _engines_can_be_told_apart(self) -> RunConfig:

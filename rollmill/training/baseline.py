@@ -4,8 +4,8 @@ in training/signal.py, which also looks at what does not come from the reward.
 group_mean      the mean of the group's graded rewards
 leave_one_out   the mean of the others: group_mean · G / (G − 1), so that small groups are not scaled down
 population      the mean of the last `population_window` graded trajectories of the same family that earlier, committed
-                steps decided on. For live traffic: a group may be one trajectory. A family with fewer than 8 of them
-                has nothing to compare with yet. Its groups are closed and counted, and so its first step only measures.
+                steps decided on, and of groups closed since. For live traffic: a group may be one trajectory. A family
+                with fewer than 8 of them has nothing to compare with yet: its first groups are closed and counted.
 none            0: the reward is the advantage. It was compared before it was stored, as in realtime/distil.py. With
                 credit = "answers" a reward of 0 says nothing: one answer may have earned what another one lost
 
@@ -30,8 +30,8 @@ _ROUNDING = 1e-9
 
 
 class Baseline(Protocol):
-    def read(self, step: int) -> None:
-        """Take in what the steps up to `step` have decided on, and what was closed for them."""
+    def read(self, committed: int) -> None:
+        """Take in what the steps up to `committed` have decided on, and what was closed for the next one."""
         ...
 
     def advantages(self, family: str, rewards_G: np.ndarray) -> np.ndarray | str:
@@ -59,14 +59,18 @@ class PopulationBaseline:
         self._ledger = ledger
         self._read = 0
         self._rewards: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
+        self._closed: dict[str, list[float]] = defaultdict(list)  # for the step that is looked for
 
     def read(self, committed: int) -> None:
         for result in self._ledger.results(self._read, committed):
             self._rewards[result.family].append(result.reward)
         self._read = max(self._read, committed)
+        self._closed.clear()
+        for result in self._ledger.results(committed, committed + 1):
+            self._closed[result.family].append(result.reward)
 
     def advantages(self, family: str, rewards_G: np.ndarray) -> np.ndarray | str:
-        known = self._rewards.get(family, ())
+        known = [*self._rewards.get(family, ()), *self._closed.get(family, ())]
         if len(known) < FEWEST:
             return f"only {len(known)} trajectories of family {family!r} to compare with so far"
         advantages_G = rewards_G - np.mean(known)

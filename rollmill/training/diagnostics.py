@@ -168,7 +168,7 @@ _LIMITS = (
         0,
         None,
         "the step ran short: too many groups have equal rewards or too few graded trajectories. Choose tasks that are "
-        "neither always nor never solved, or raise group_size",
+        "neither always nor never solved, raise group_size, or allow more replacements: stages.rl.replacement",
     ),
     _Limit(
         "masked_stale",

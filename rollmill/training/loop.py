@@ -40,6 +40,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ from rollmill.training.batching import MicroBatch
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
 from rollmill.training.forms import publisher_of
+from rollmill.training.guard import Sampled, measure_move
 from rollmill.training.lineage import form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
@@ -69,6 +71,7 @@ from rollmill.weights.reading.leases import LONGEST_SECONDS, HeldLeases
 from rollmill.weights.reading.store import WeightStore, newest_line
 
 _BUFFER = "buffer."  # prefix in a checkpoint of tensors that are not parameters
+_LEAST_KEPT = 1 / 16  # share of an update; one that still goes too far is taken back whole
 _MOST_COPIED = 8 << 30  # bytes; a larger state is not copied: the next step waits until it is written
 
 
@@ -196,18 +199,44 @@ class Trainer(Generic[Batch]):
     def _run_step(self, batch: Batch) -> None:
         start = time.time()
         with telemetry.busy("step"):
+            before = self._sampled(batch)
             figures = self._objective.backward(self._model, batch, self._optimizer.accumulate, self._placement)
-            update = self._optimizer.update(batch.lr)
+            update = self._optimizer.update(batch.lr, revocable=before is not None)
+            if before is not None and update.applied:
+                update = self._guarded(batch, before, update)
         self._settle()  # wait until the step before is written
         self.step += 1
-        self._bad_steps = 0 if math.isfinite(update.grad_norm) else self._bad_steps + 1
+        self._bad_steps = 0 if math.isfinite(update.grad_norm) and update.kept == 1 else self._bad_steps + 1
+        again = self.step in self._published
         metadata = {} if update.applied else {"unchanged": _why_unchanged(update)}
         save = self.step % self._config.checkpoint_every == 0
         if not self._write(metadata, save):
             self._fork(f"step {self.step}, run again, gave other weights than it was published with")
             return
         self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
-        self._check_numbers(update)
+        self._check_numbers(update, again)
+
+    def _sampled(self, batch: Batch) -> Sampled | None:
+        return self._objective.sampled(self._model, batch, self._placement) if self._objective.most_drift else None
+
+    def _guarded(self, batch: Batch, before: Sampled, update: Update) -> Update:
+        """Take an update that moves the policy too far back, by halves. Collective."""
+        most, kept, why = self._objective.most_drift, 1.0, None
+        while kept:
+            after = self._sampled(batch)
+            assert after is not None
+            move = self._placement.from_first(measure_move(before, after))  # all ranks must decide alike
+            if (found := move.too_far(most)) is None:
+                break
+            why = why or found
+            keep = kept / 2 if kept > _LEAST_KEPT else 0.0
+            self._optimizer.take_back(update.lr, kept, keep)
+            kept = keep
+        if why is not None and self._placement.first:
+            text = f"the update of step {self.step + 1} goes too far: {why}. {kept:.0%} of it is kept"
+            text += f"; the learning rate, {update.lr:.2g}, is most likely too large"
+            telemetry.emit("warning", step=self.step + 1, text=text)
+        return replace(update, kept=kept)
 
     def _write(self, metadata: dict[str, Any], save: bool) -> bool:
         """Publish, save and commit this step. Returns False if it was published before with other weights."""
@@ -268,15 +297,22 @@ class Trainer(Generic[Batch]):
         if self._placement.first:
             self._objective.commit(self.step, manifest.version, manifest.digest)
 
-    def _check_numbers(self, update: Update) -> None:
+    def _check_numbers(self, update: Update, again: bool) -> None:
+        """`again`: the step was published before. It does not stop the run a second time: then no restart could go on
+        with other settings."""
         if self._bad_steps == 0:
             return
-        telemetry.emit("warning", step=self.step, text=f"step {self.step} changed nothing: {_why_unchanged(update)}")
-        if self._bad_steps >= self._config.max_bad_steps:
+        finite = math.isfinite(update.grad_norm)
+        if not finite:
+            text = f"step {self.step} changed nothing: {_why_unchanged(update)}"
+            telemetry.emit("warning", step=self.step, text=text)
+        if self._bad_steps >= self._config.max_bad_steps and not again:
             self._settle()
+            what = "updates went too far and were taken back in part" if finite else "gradients were not finite"
             raise TrainingError(
-                f"the gradients of the last {self._bad_steps} steps, up to step {self.step}, were not finite",
-                hint="lower the learning rate; drift and ess of the steps before show whether the policy ran away",
+                f"in the last {self._bad_steps} steps, up to step {self.step}, {what}",
+                hint=f"set a lower learning rate than {update.lr:.2g} (training.optimizer.lr) and go on with --resume; "
+                "drift and ess of the steps before show whether the policy ran away",
             )
 
     def _publish(self, metadata: dict[str, Any] | None = None) -> Manifest | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch
+from rollmill.training.guard import Sampled
 from rollmill.training.lineage import Lineage
 from rollmill.training.optimizer import Update
 from rollmill.training.placement import Placement
@@ -73,6 +74,15 @@ class Objective(Protocol[Batch]):
         Gradients are left on the model; if there are none, there was nothing to learn. `accumulate` is called after
         each micro-batch but the last. It may take the gradients off, to add them up in FP32.
         """
+        ...
+
+    @property
+    def most_drift(self) -> float:
+        """How far an update may move the policy (training/guard.py); 0: its updates are not measured."""
+        ...
+
+    def sampled(self, model: Decoder, batch: Batch, placement: Placement) -> Sampled | None:
+        """A few sampled tokens of the batch under the weights of this moment. None: there are none. Collective."""
         ...
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:

@@ -47,11 +47,13 @@ class Update:
     grad_norm: float  # before clipping
     lr: float
     applied: bool  # False: nothing changed, because the gradient was not finite or there was none
+    kept: float = 1.0  # the share of the update that the step guard left
 
     def figures(self) -> dict[str, float | bool | None]:
         """For events; JSON has no NaN."""
         finite = math.isfinite(self.grad_norm)
-        return {"grad_norm": self.grad_norm if finite else None, "lr": self.lr, "applied": self.applied}
+        cut = {} if self.kept == 1 else {"update_kept": self.kept}
+        return {"grad_norm": self.grad_norm if finite else None, "lr": self.lr, "applied": self.applied, **cut}
 
 
 class MasterOptimizer:
@@ -84,6 +86,7 @@ class MasterOptimizer:
         self._rounded = [name for name in self._served if name in coded or name in self._parts]
         self._sums: dict[str, Tensor] = {}  # FP32 sums of gradients, if a step has several micro-batches
         self._updates = 0
+        self._before: dict[str, Tensor] = {}  # Muon's masters before the last update, if it can be taken back
         if state is None:
             self._serve()
         else:
@@ -113,8 +116,12 @@ class MasterOptimizer:
         return found
 
     @torch.no_grad()
-    def update(self, lr: float) -> Update:
-        """One update with the gradients that the model holds or has accumulated. It consumes them. Collective."""
+    def update(self, lr: float, *, revocable: bool = False) -> Update:
+        """One update with the gradients that the model holds or has accumulated. It consumes them. Collective.
+
+        `revocable`: `take_back` may follow. AdamW's update follows from its moments; for Muon's, masters are copied.
+        """
+        self._before = {name: self._masters[name].clone() for name in self._parts} if revocable else {}
         if self._sums:
             self.accumulate()
         gradients = self._sums or self._take_gradients()
@@ -134,6 +141,18 @@ class MasterOptimizer:
             self._step(name, torch.zeros_like(master) if gradient is None else gradient.float().mul_(scale), lr)
         self._serve()
         return Update(norm, lr, applied=True)
+
+    @torch.no_grad()
+    def take_back(self, lr: float, kept: float, keep: float) -> None:
+        """Reduce the last update from the share `kept` to the share `keep`. The moments stay. Collective."""
+        beta_mean, beta_square = self._config.betas
+        step = lr * (kept - keep) / (1 - beta_mean**self._updates)
+        for name, square in self._squares.items():
+            spread = square.sqrt().div_(math.sqrt(1 - beta_square**self._updates)).add_(self._config.eps)
+            self._masters[name].addcdiv_(self._means[name], spread, value=step)
+        for name, before in self._before.items():
+            self._masters[name].lerp_(before, 1 - keep / kept)
+        self._serve()
 
     def _step(self, name: str, gradient: Tensor, lr: float) -> None:
         if name in self._parts:

@@ -20,6 +20,7 @@ from rollmill.training.advantage import kl_advantages
 from rollmill.training.batching import MicroBatch, SampledFacts
 from rollmill.training.config import RLConfig
 from rollmill.training.diagnostics import TokenMeasures, distance, token_figures
+from rollmill.training.guard import Sampled
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.placement import Placement, Recomputed
 from rollmill.training.reference import Reference
@@ -79,6 +80,17 @@ class PolicyGradient:
             router.move_gate_biases(model, self._config.gate_bias_rate)
         tokens = sum(len(part.tokens_N) for part in parts)
         return {"loss": loss, "tokens": tokens, **_figures(parts, passes, shared), **router.figures()}
+
+    @torch.no_grad()
+    def sampled(self, model: Decoder, parts: Sequence[MicroBatch], placement: Placement) -> Sampled:
+        """Log-probs and entropies under the weights of this moment, through the routes that are trained. Collective."""
+        found = []
+        for part in parts:
+            replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
+            policy = placement.recompute(model, part, replay)
+            found.append(Sampled(policy.logprobs_M, policy.entropies_M))
+            placement.release(model)
+        return Sampled(*(torch.cat(column) for column in zip(*found, strict=True)))
 
     def _kl_advantages(self, sequences: StepSequences, references: Sequence[Tensor | None]) -> np.ndarray | None:
         """float64 [T]: what the KL of each trajectory adds to its advantage, if KL is subtracted from the reward."""

@@ -81,6 +81,13 @@ class RolloutSettings(Config):
         description="How many versions old a token may be when it is trained on. Larger keeps engines and trainer "
         "busier; smaller is closer to on-policy. 0 is synchronous training.",
     )
+    replacement: float = Field(
+        2.0,
+        ge=1,
+        description="How many groups may be started per group that steps train on: those with nothing to learn from "
+        "are closed and replaced. Raise it for hard tasks: if 2 % of attempts are solved, one group of 8 in seven has "
+        "signal.",
+    )
 
     rollouts: bool = Field(
         True,
@@ -90,7 +97,14 @@ class RolloutSettings(Config):
 
     def pace(self, steps: int) -> Pace:
         """Of a stage with `steps` steps."""
-        return Pace(self.groups_per_step, self.group_size, self.max_staleness, steps, starts=self.rollouts)
+        return Pace(
+            self.groups_per_step,
+            self.group_size,
+            self.max_staleness,
+            steps,
+            starts=self.rollouts,
+            replacement=self.replacement,
+        )
 
 
 class StageSection(KindSection):

@@ -2,19 +2,17 @@
 
     open      at most groups_per_step · (max_staleness + 1): every open group can meet its deadline
               at most groups_per_step · (steps − committed): the steps that are left can take every open group
-    started   at most 2 · groups_per_step · (committed + max_staleness + 1)
+    started   at most replacement · groups_per_step · (committed + max_staleness + 1)
 
 So trained plus open groups never exceed steps · groups_per_step. The trainer closes a group that it cannot learn from,
-and another one is started in its place. The limit on started groups bounds this: each step has twice the groups it
-needs, and later steps may use what it left over. A step that still finds too few groups runs short. It leaves groups
-running that fit into the steps after it (training/deadlines.py), so with max_staleness > 0 the engines stay busy.
+and another one is started in its place. The limit on started groups bounds this: each step has `replacement` times the
+groups it needs, and later steps may use what it left over. A step that still finds too few groups runs short. It leaves
+groups running that fit into the steps after it (training/deadlines.py). So with max_staleness > 0 engines stay busy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-_STARTED_PER_WANTED = 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class Pace:
     max_staleness: int
     steps: int | None = None  # None: the run has no end
     starts: bool = True  # False: no group is started, all are admitted
+    replacement: float = 2.0  # groups started per group that steps train on
 
     def deadline(self, version: int) -> int:
         """The last step that may train on a group that was admitted when `version` was committed."""
@@ -46,4 +45,4 @@ class Pace:
         """How many groups may have been started by then, closed ones included."""
         if not self.starts:
             return 0
-        return _STARTED_PER_WANTED * self.groups_per_step * (committed + self.max_staleness + 1)
+        return int(self.replacement * self.groups_per_step * (committed + self.max_staleness + 1))

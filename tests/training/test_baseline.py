@@ -62,15 +62,15 @@ def step(world: World, config: RLConfig, number: int, pace: Pace) -> RolloutBatc
 
 
 def test_groups_of_one_learn_from_the_population_of_committed_steps(tmp_path: Path) -> None:
-    """Step 1 has nothing to compare with: its groups are closed and counted. Step 2 compares with them, and nothing
-    else: not with what was graded since."""
+    """The first eight have nothing to compare with: they are closed and counted, and step 1 compares with them. Step 2
+    compares with all of step 1, and nothing else: not with what was graded since."""
     world, config, pace = World(tmp_path), RLConfig(baseline="population"), Pace(2, 1, max_staleness=2)
-    rewards = [1.0, 0.0] * (pace.most_started(0) // 2)
+    rewards = [1.0, 0.0] * (FEWEST // 2 + 1)
     for index, reward in enumerate(rewards):
         world.add_group(f"a{index:02d}", segments(1), [reward])
-    assert len(rewards) >= FEWEST
     first = step(world, config, 1, pace)
-    assert first.record.groups == () and len(first.closed) == len(rewards)
+    assert first.record.groups == ("a08", "a09") and len(first.closed) == FEWEST
+    assert [entry[2] for entry in first.record.trajectories.values()] == [0.5, -0.5]
     for name, reward in {"b0": 1.0, "b1": 0.5, "b2": 0.0}.items():
         world.add_group(name, segments(1), [reward])
     second = step(world, config, 2, pace)

@@ -159,7 +159,7 @@ class World:
 
     def objective(self, config: RLConfig | None = None, pace: Pace = PACE) -> RLObjective:
         return RLObjective(
-            config or RLConfig(),
+            config or RLConfig(max_step_drift=0),  # its learning rate is large, and its log-probs are made up
             self.ledger,
             self.trajectories,
             self.weights,

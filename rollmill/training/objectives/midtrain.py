@@ -27,6 +27,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.config import MidtrainConfig
 from rollmill.training.diagnostics import finite
+from rollmill.training.guard import Sampled
 from rollmill.training.lineage import Lineage
 from rollmill.training.mixture import Mixture, windows
 from rollmill.training.objective import StepOutcome, leave_on_model
@@ -89,6 +90,7 @@ class _Reader:
 
 class MidtrainObjective:
     needs_commits = False
+    most_drift = 0.0
 
     def __init__(
         self,
@@ -196,6 +198,10 @@ class MidtrainObjective:
             )
 
     # the rest of the loop
+
+    def sampled(self, model: Decoder, batch: DocumentBatch, placement: Placement) -> Sampled | None:
+        """Nothing is sampled."""
+        return None
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
         """Not needed: nothing is sampled."""

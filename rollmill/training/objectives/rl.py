@@ -30,6 +30,7 @@ from rollmill.training.batching import ABANDONED, STALE, MicroBatch, TokenRule, 
 from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
 from rollmill.training.diagnostics import finite, warnings
+from rollmill.training.guard import Sampled, few_sequences
 from rollmill.training.lineage import Lineage
 from rollmill.training.mismatch import HeldReport, MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome, leave_on_model
@@ -89,6 +90,7 @@ class RolloutBatch:
     groups_T: np.ndarray | None = None  # int64, an index: a trajectory's KL is compared with those of the same index
     solved: float | None = None  # share of the graded trajectories that are solved
     hinted: Sequence[MicroBatch] = ()  # turns with a hint in their context, for the teacher
+    guarded: Sequence[MicroBatch] = ()  # a few sequences, for the step guard
     hints_refused: int = 0  # hints that could not be written into a context
 
 
@@ -181,6 +183,7 @@ class RLObjective:
             else:
                 found = True
                 self._close(search, group, excluded)
+                self._baseline.read(search.number - 1)
         return found
 
     def _weigh(self, members: Mapping[str, Sequence[TrajectoryRow]], rule: TokenRule) -> tuple[Graded, Excluded]:
@@ -264,6 +267,7 @@ class RLObjective:
             wait_seconds=0.0,
             closed=tuple(closed),
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
+            guarded=pack(few_sequences(sequences), self._budget) if self.most_drift else [],
             hinted=pack(hints.sequences, self._budget) if hints is not None else [],
             hints_refused=hints.refused if hints is not None else 0,
         )
@@ -309,6 +313,13 @@ class RLObjective:
         self._ranks = placement.ranks
         sequences = StepSequences(batch.microbatches, batch.hinted, batch.groups_T)
         return self._gradient.backward(model, sequences, accumulate, placement)
+
+    @property
+    def most_drift(self) -> float:
+        return self._config.max_step_drift
+
+    def sampled(self, model: Decoder, batch: RolloutBatch, placement: Placement) -> Sampled | None:
+        return self._gradient.sampled(model, batch.guarded, placement) if batch.guarded else None
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
         self._mismatch.served.remember(digest, tensors)

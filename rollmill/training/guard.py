@@ -1,0 +1,70 @@
+"""The step guard: an update that moves the policy too far is taken back by halves, before anything is published.
+
+The drift that a step's samples show was made by the steps before it. What its own update does is seen here: a few
+sequences of the step are computed before the update and after it. A learning rate that is far too large ruins a
+pretrained model in three steps, and the next samples would tell too late.
+
+All of it follows from the step's batch, so a step that runs again decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollmill.training.batching import PackedSequence
+
+MOST_SEQUENCES = 8  # per step; they cost a forward pass each, before and after the update
+MOST_TOKENS = 2048
+_LEAST_ESS = 0.5
+_ENTROPY_ROOM = 0.1  # nats: changes below it are noise
+
+
+class Sampled(NamedTuple):
+    """A few sampled tokens under the weights of a moment."""
+
+    logprobs_M: Tensor
+    entropies_M: Tensor
+
+
+class Move(NamedTuple):
+    """What an update did to the policy, on a few sequences of its step."""
+
+    drift: float  # k3, an estimate of the KL divergence between the policies before and after the update
+    ess: float  # effective sample size of the tokens, weighted by after ÷ before
+    entropy: float  # after the update
+    entropy_before: float
+
+    def too_far(self, most_drift: float) -> str | None:
+        """Which bound the update leaves; None if it stays within all."""
+        if not self.drift <= most_drift:  # also if it is not a number
+            return f"it moves the policy by a KL divergence of {self.drift:.3g}, more than {most_drift:g}"
+        if self.ess < _LEAST_ESS:
+            return f"the effective sample size after it is {self.ess:.2g}"
+        low, high = self.entropy_before / 2 - _ENTROPY_ROOM, self.entropy_before * 2 + _ENTROPY_ROOM
+        if not low <= self.entropy <= high:
+            return f"it changes the entropy from {self.entropy_before:.3g} to {self.entropy:.3g}"
+        return None
+
+
+def few_sequences(sequences: Sequence[PackedSequence]) -> list[PackedSequence]:
+    """Sequences from all over the step. At least one, if there is any."""
+    found, tokens = list[PackedSequence](), 0
+    for sequence in sequences[:: -(-len(sequences) // MOST_SEQUENCES) or 1]:
+        tokens += len(sequence.tokens)
+        if found and tokens > MOST_TOKENS:
+            break
+        found.append(sequence)
+    return found
+
+
+def measure_move(before: Sampled, after: Sampled) -> Move:
+    delta_M = (after.logprobs_M - before.logprobs_M).double()
+    weights_M = delta_M.clamp(max=60.0).exp()
+    ess = weights_M.sum() ** 2 / (len(weights_M) * weights_M.square().sum())
+    drift = (delta_M.clamp(max=60.0).expm1() - delta_M).mean()
+    entropies = [each.entropies_M.double().mean() for each in (after, before)]
+    return Move(*torch.stack([drift, ess, *entropies]).tolist())
