@@ -27,6 +27,8 @@ def document_marks(format: ChatFormat, tokenizer: Tokenizer, found: ChatFiles) -
 
 def _marks_turns(token: int | None, format: ChatFormat) -> bool:
     """Whether the token begins each message: some checkpoints name that one as their bos_token."""
+    if token is None:
+        return False
     try:
         return list(format.render_start([{"role": "user", "content": "Hello."}], [])).count(token) > 1
     except GatewayError:

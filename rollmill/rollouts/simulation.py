@@ -25,6 +25,7 @@ from rollmill.environments.machine import (
     release,
     slowdown,
 )
+from rollmill.environments.trees import pack_tree
 
 
 class SlowMachine:
@@ -49,6 +50,9 @@ class SlowMachine:
 
     async def write(self, path: str, data: bytes) -> None:
         await self._machine.write(path, data)
+
+    async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
+        return await pack_tree(self._machine, directory, max_bytes=max_bytes, timeout_s=timeout_s, whole=whole)
 
     async def listen(self) -> tuple[socket.socket, int]:
         return await self._machine.listen()

@@ -29,12 +29,21 @@ from rollmill.training.whole import WHOLE
 UNREADABLE = (StorageError, safetensors.SafetensorError, ValueError, KeyError, TypeError)
 
 
+BUFFER = "buffer."  # prefix of tensors that are not parameters
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     line: str
     step: int
     bad_steps: int  # steps in a row, up to this one, whose gradients were not finite
     tensors: Mapping[str, Tensor]  # what this rank holds of them
+
+    def parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The state of the optimizer, and the model's buffers by name."""
+        state = {name: tensor for name, tensor in self.tensors.items() if name != "rng"}
+        saved = [name for name in state if name.startswith(BUFFER)]
+        return state, {name.removeprefix(BUFFER): state.pop(name) for name in saved}
 
 
 class Checkpoints:

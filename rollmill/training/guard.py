@@ -9,8 +9,8 @@ All of it follows from the step's batch, so a step that runs again decides the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,13 @@ from rollmill.training.batching import PackedSequence
 
 MOST_SEQUENCES = 8  # per step; they cost a forward pass each, before and after the update
 MOST_TOKENS = 2048
+_LEAST_KEPT = 0.0625  # below it the update is undone
 _LEAST_ESS = 0.5
 _ENTROPY_ROOM = 0.1  # nats: changes below it are noise
+
+
+class Takeable(Protocol):
+    def take_back(self, lr: float, kept: float, keep: float) -> None: ...
 
 
 class Sampled(NamedTuple):
@@ -48,6 +53,20 @@ class Move(NamedTuple):
         if not low <= self.entropy <= high:
             return f"it changes the entropy from {self.entropy_before:.3g} to {self.entropy:.3g}"
         return None
+
+
+def within_bounds(
+    optimizer: Takeable, lr: float, move: Callable[[], Move], most_drift: float
+) -> tuple[float, str | None]:
+    """Take the update that `optimizer` has just made back by halves until it is within its bounds. `move()` measures it
+    as it is. Returns the share of it that is kept, and which bound it left. Collective."""
+    kept, why = 1.0, None
+    while kept and (found := move().too_far(most_drift)) is not None:
+        why = why or found
+        keep = kept / 2 if kept > _LEAST_KEPT else 0.0
+        optimizer.take_back(lr, kept, keep)
+        kept = keep
+    return kept, why
 
 
 def few_sequences(sequences: Sequence[PackedSequence]) -> list[PackedSequence]:

@@ -53,10 +53,10 @@ from rollmill.models.device import Device, choose_device
 from rollmill.storage.objects import Objects
 from rollmill.training.background import Background
 from rollmill.training.batching import MicroBatch
-from rollmill.training.checkpoint import Checkpoint, Checkpoints
+from rollmill.training.checkpoint import BUFFER, Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
 from rollmill.training.forms import publisher_of
-from rollmill.training.guard import Sampled, measure_move
+from rollmill.training.guard import Move, Sampled, measure_move, within_bounds
 from rollmill.training.lineage import form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
@@ -70,8 +70,6 @@ from rollmill.weights.format.manifest import Manifest
 from rollmill.weights.reading.leases import LONGEST_SECONDS, HeldLeases
 from rollmill.weights.reading.store import WeightStore, newest_line
 
-_BUFFER = "buffer."  # prefix in a checkpoint of tensors that are not parameters
-_LEAST_KEPT = 1 / 16  # share of an update; one that still goes too far is taken back whole
 _MOST_COPIED = 8 << 30  # bytes; a larger state is not copied: the next step waits until it is written
 
 
@@ -221,17 +219,13 @@ class Trainer(Generic[Batch]):
 
     def _guarded(self, batch: Batch, before: Sampled, update: Update) -> Update:
         """Take an update that moves the policy too far back, by halves. Collective."""
-        most, kept, why = self._objective.most_drift, 1.0, None
-        while kept:
+
+        def move() -> Move:
             after = self._sampled(batch)
             assert after is not None
-            move = self._placement.from_first(measure_move(before, after))  # all ranks must decide alike
-            if (found := move.too_far(most)) is None:
-                break
-            why = why or found
-            keep = kept / 2 if kept > _LEAST_KEPT else 0.0
-            self._optimizer.take_back(update.lr, kept, keep)
-            kept = keep
+            return self._placement.from_first(measure_move(before, after))  # all ranks must decide alike
+
+        kept, why = within_bounds(self._optimizer, update.lr, move, self._objective.most_drift)
         if why is not None and self._placement.first:
             text = f"the update of step {self.step + 1} goes too far: {why}. {kept:.0%} of it is kept"
             text += f"; the learning rate, {update.lr:.2g}, is most likely too large"
@@ -361,7 +355,7 @@ class Trainer(Generic[Batch]):
         self._hold_versions()
 
     def _state(self, *, copied: bool = False) -> Checkpoint:
-        buffers = {f"{_BUFFER}{name}": buffer for name, buffer in self._buffers().items()}
+        buffers = {f"{BUFFER}{name}": buffer for name, buffer in self._buffers().items()}
         tensors = {**self._optimizer.state(), **buffers, "rng": torch.get_rng_state()}
         return Checkpoint(self.line, self.step, self._bad_steps, copies_of(tensors) if copied else tensors)
 
@@ -428,7 +422,7 @@ class Trainer(Generic[Batch]):
         checkpoint = self._checkpoints.at(parent.line, parent.number if manifest.step is None else manifest.step)
         if checkpoint is None:
             return False
-        state, buffers = _parts(checkpoint)
+        state, buffers = checkpoint.parts()
         self._load_buffers(buffers)
         self._optimizer = self._make_optimizer(inherited(self._model, self._config.optimizer, state))
         if self._publisher.matches(manifest, self._publisher.export(self._model)):
@@ -460,7 +454,7 @@ class Trainer(Generic[Batch]):
             self._commit(manifest)
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        state, buffers = _parts(checkpoint)
+        state, buffers = checkpoint.parts()
         torch.set_rng_state(checkpoint.tensors["rng"])
         self._load_buffers(buffers)
         self._optimizer = self._make_optimizer(state)
@@ -500,14 +494,6 @@ class Trainer(Generic[Batch]):
             self._commit(manifest)
         self._lineage = trace_lineage(self._weights, self.line, self._form)
         telemetry.emit("new_line", line=self.line, parent=str(parent), step=self.step, abandons=names, reason=why)
-
-
-def _parts(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state of the optimizer, and the buffers by name."""
-    state = {name: tensor for name, tensor in checkpoint.tensors.items() if name != "rng"}
-    saved = [name for name in state if name.startswith(_BUFFER)]
-    buffers = {name.removeprefix(_BUFFER): state.pop(name) for name in saved}
-    return state, buffers
 
 
 def _why_unchanged(update: Update) -> str:

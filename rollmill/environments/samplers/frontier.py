@@ -69,10 +69,11 @@ class Frontier:
         untried = self._untried(tried)
         random_ = random.Random(f"frontier {draw.seed} {draw.index}")
         # one entry for all new tasks of a family: a choice costs what was tried, not what there is
-        entries = [*((id, None) for id in tried), *((None, family) for family in untried)]
-        ((chosen, family),) = random_.choices(entries, [*tried.values(), *untried.values()])
-        while chosen is None or (family is not None and chosen in tried):
-            chosen = random_.choice(self._families[family or ""])
+        entries: list[tuple[str | None, str | None]] = [(id, None) for id in tried]
+        entries += [(None, family) for family in untried]
+        ((chosen, of_family),) = random_.choices(entries, [*tried.values(), *untried.values()])
+        while chosen is None or (of_family is not None and chosen in tried):
+            chosen = random_.choice(self._families[of_family or ""])
         return tasks.get(chosen)
 
     def weight(self, results: TaskResults, progress: float) -> float:

@@ -19,7 +19,7 @@ from rollmill.errors import EngineError
 SECONDS, BYTES = 2, 1 << 30  # processor time and memory of a compilation
 LARGEST = 256 << 10  # characters of a grammar
 # What a mask may cost while tokens are sampled, in the units of llguidance: tens of milliseconds
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,

@@ -162,7 +162,7 @@ def shard_publisher(
 
 def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
     """Every chunk of the layout with its owner. The same on all ranks."""
-    parcels = []
+    parcels: list[Parcel] = []
     for tensor, chunks in itertools.groupby(rows_of(layout), key=lambda row: row.tensor):
         parcels += _parcels_of(list(chunks), rows.get(tensor))
     return parcels

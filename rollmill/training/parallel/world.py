@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,9 @@ class World:
         """What `make` returns on the first rank, on every rank, however long it takes. Nothing in it is collective."""
         if not self.first:
             while True:
-                done, value = self.from_first((False, None))
+                done, found = self.from_first((False, None))
                 if done:
-                    return value
+                    return cast(T, found)
         ended = threading.Event()
 
         def beat() -> None:
@@ -85,7 +85,7 @@ class World:
 
     def _missing(self) -> list[int]:
         """The ranks that do not say that they wait too."""
-        self._store.set(f"waits/{self.rank}", b"")
+        self._store.set(f"waits/{self.rank}", "")
         deadline = time.monotonic() + min(self._patience.total_seconds() / 2, _LONGEST_GRACE_S)
         missing = list(range(self.size))
         while missing and time.monotonic() < deadline:

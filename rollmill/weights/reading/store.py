@@ -74,8 +74,8 @@ class WeightStore:
         return self.objects.head(manifest_key(version, form)) is not None
 
     def manifest(self, version: Version, form: str = "bf16") -> Manifest:
-        if (known := self._manifests.get((version, form))) is not None:
-            return known[0]
+        if (kept := self._manifests.get((version, form))) is not None:
+            return kept[0]
         try:
             data = self.objects.get(manifest_key(version, form))
         except ObjectMissing:
