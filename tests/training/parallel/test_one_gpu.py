@@ -1,5 +1,6 @@
 """Ranks on CUDA. Two share one GPU and meet over gloo, one meets itself over NCCL, which wants a GPU for each."""
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def test_one_rank_over_nccl() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for name in ("dense", "mixture", "latent"):
-            found, expected = (on_gpu(world, [(name, (1, 1, 1))])[0] for world in (World(0, 1), None))
+            alone = World(0, 1, dist.HashStore(), datetime.timedelta(minutes=5))
+            found, expected = (on_gpu(world, [(name, (1, 1, 1))])[0] for world in (alone, None))
             assert_near(found, expected, name)
     finally:
         dist.destroy_process_group()
