@@ -96,7 +96,7 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
     channels.move("live", Version("rl", 1))
     channels.move("live", Version("rl", 2))
     with exclusive(run.path, "supervisor"), served(tmp_path / "out", run.path, "--version", "live") as serving:
-        assert serving.told.startswith(f"serving rl@2, following channel live of {run.path}\n")
+        assert f"serving rl@2, following channel live of {run.path}\n" in serving.told
         assert "model    rollmill" in serving.told and f"API key  in {run.path / 'api-key'}" in serving.told
         assert run.secrets["production_key"] not in serving.told
         assert serving.ask()["role"] == "assistant"
@@ -109,7 +109,7 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
         assert serving.ask()["role"] == "assistant"
         # a second one has ports and a session log of its own
         with served(tmp_path / "second", run.path, "--version", "rl@0", "--host", "0.0.0.0") as second:
-            assert second.told.startswith(f"serving rl@0 of {run.path}\n")
+            assert f"serving rl@0 of {run.path}\n" in second.told
             assert second.ask()["role"] == "assistant"
             held = {lease.holder: lease.number for lease in Leases(Objects.open(run.home_store), "rl").held()}
             assert held == {"serve-1-engine-home": 1, "serve-2-engine-home": 0}
@@ -134,7 +134,7 @@ def test_evaluating_beside_a_training_run(tmp_path: Path) -> None:
 def test_serving_a_checkpoint_directory(tmp_path: Path) -> None:
     make_chat_checkpoint(tmp_path / "My Model")
     with served(tmp_path / "out", tmp_path / "My Model", "--root", tmp_path / "runs") as serving:
-        assert serving.told.startswith(f"serving main-checkpoint@0 of {tmp_path / 'My Model'}\n")
+        assert f"serving main-checkpoint@0 of {tmp_path / 'My Model'}\n" in serving.told
         assert serving.ask()["role"] == "assistant"
     [path] = (tmp_path / "runs").iterdir()
     assert path.name.startswith("served-my-model-") and no_tracebacks(RunDirectory.open(path))
