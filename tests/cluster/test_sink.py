@@ -223,4 +223,4 @@ def test_the_guides_run_writes_figures(tmp_path: Path) -> None:
     assert "events.out.tfevents" in printed, printed[-2000:]
     (path,) = (tmp_path / "my-watch" / "runs" / "my-run" / "tensorboard").iterdir()
     data = b"".join(read_records(path))
-    assert b"rl/reward_mean" in data and b"midtrain/loss" in data and b"eval/heldout/sampled/rate" in data
+    assert b"rl/reward_mean" in data and b"sft/loss" in data and b"eval/heldout/sampled/rate" in data
