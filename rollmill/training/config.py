@@ -355,7 +355,7 @@ class RLConfig(Config):
         "model that sees the hint teaches the one that does not (rollmill/training/hints.py). 0 turns it off.",
     )
     max_step_drift: float = Field(
-        default=0.05,
+        default=0.2,
         ge=0,
         description="How far one update may move the policy: the KL divergence on a few sequences of its step. One "
         "that moves it further, or leaves few tokens with most of the weight, or changes the entropy by a factor of "

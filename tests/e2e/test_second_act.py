@@ -17,6 +17,7 @@ SMALL = (
     "stages.midtrain.steps=2",
     "harness.max_turns=4",
     "cycle.enough=8",
+    "stages.rl.max_step_drift=0",  # of an almost random model every update goes far
     "cycle.canary_sessions=2",
     "cycle.max_loss=1.0",
     "evals.tasks=2",

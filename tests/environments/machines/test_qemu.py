@@ -514,7 +514,7 @@ async def test_qemu_has_no_rights_of_ours(machine: QemuMachine) -> None:
         assert "0" not in fields["Uid"].split() and int(fields["CapEff"], 16) == 0 and not fields["Groups"].strip()
 
 
-async def test_no_machine_outlives_a_dispatcher_that_is_killed() -> None:
+async def test_no_machine_outlives_a_dispatcher_that_is_killed(qemu_host: QemuHost) -> None:  # noqa: F811
     program = """
 import asyncio
 from rollmill.environments.machines.qemu.host import QemuHost
@@ -569,7 +569,7 @@ async def test_a_qemu_that_cannot_be_handed_its_files_leaves_none_open(qemu_host
         os.close(file)
 
 
-async def test_the_host_leaves_no_process_and_no_file() -> None:
+async def test_the_host_leaves_no_process_and_no_file(qemu_host: QemuHost) -> None:  # noqa: F811
     host = QemuHost(CONFIG)
     before = set(os.listdir("/proc/self/fd"))
     machine = await host.create(BUILT_IN)
