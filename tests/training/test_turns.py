@@ -15,6 +15,7 @@ from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.turns import group_token_advantages, turn_advantages, turn_returns, turns_of
 from rollmill.types import Reward
+from tests.environments.rewards.test_transcript import episode
 from tests.training.test_credit import segment
 from tests.training.world import World
 
@@ -108,6 +109,6 @@ async def test_process_rewards_add_up_by_weight() -> None:
         (1.0, Gives("a", Reward(1.0, {"turn.0": 0.5}))),
         (0.5, Gives("b", Reward(-2.0, {"turn.0": -1.0, "turn.2": 1.0}))),
     ]
-    reward = await WeightedRewards(graders).grade(None)  # type: ignore[arg-type]
+    reward = await WeightedRewards(graders).grade(episode())
     assert reward.value == 0.0 and reward.parts["turn.0"] == 0.0 and reward.parts["turn.2"] == 0.5
     assert reward.parts["b.turn.2"] == 1.0

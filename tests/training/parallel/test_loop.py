@@ -59,7 +59,8 @@ def start(
 ) -> list[BaseProcess]:
     port = free_port()
     arguments = [
-        (directory, rank, ranks, port, deaths.get(rank, "none"), config or RLConfig()) for rank in range(ranks)
+        (directory, rank, ranks, port, deaths.get(rank, "none"), config or RLConfig(max_step_drift=0))
+        for rank in range(ranks)
     ]
     processes: list[BaseProcess] = [SERVER.Process(target=train_rank, args=each) for each in arguments]
     for process in processes:
@@ -162,7 +163,7 @@ def test_two_ranks_go_on_where_one_stopped(prepared: Path, undisturbed: World, t
 
 
 def test_a_reference_over_ranks(prepared: Path, tmp_path: Path) -> None:
-    config = RLConfig(kl_factor=0.1, kl_form="k3", reference="main@0")
+    config = RLConfig(kl_factor=0.1, kl_form="k3", reference="main@0", max_step_drift=0)
     found = []
     for ranks in (1, 2):
         path = tmp_path / str(ranks)

@@ -165,7 +165,7 @@ def watched_rank(directory: Path, measured: bool, rank: int, *rest: Any) -> None
 
 def train(path: Path, cut: tuple[int, int], measured: bool, deaths: dict[int, str]) -> list[int | None]:
     port = free_port()
-    rest = [(RANKS, port, deaths.get(rank, "none"), RLConfig(), cut) for rank in range(RANKS)]
+    rest = [(RANKS, port, deaths.get(rank, "none"), RLConfig(max_step_drift=0), cut) for rank in range(RANKS)]
     processes = [
         SERVER.Process(target=watched_rank, args=(path, measured, rank, *each)) for rank, each in enumerate(rest)
     ]
