@@ -45,6 +45,8 @@ class EventStream:
         self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
         self._writing = asyncio.Lock()  # several answers and heartbeats share the stream
         self._spoke = asyncio.get_running_loop().time()  # when something was last sent
+        self._timer: asyncio.TimerHandle | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
         # what was sent of each answer; a list of pieces would take ten times the memory
         self._sent = [io.StringIO() for _ in range(request.count)]
         self._reasoned = [io.StringIO() for _ in range(request.count)]
@@ -58,24 +60,22 @@ class EventStream:
     @contextlib.asynccontextmanager
     async def beating(self, every_s: float) -> AsyncIterator[None]:
         """In the block a heartbeat is sent whenever nothing else was for `every_s`."""
-        loop = asyncio.get_running_loop()
-        beat: asyncio.Task[None] | None = None
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal timer, beat
-            left = self._spoke + every_s - loop.time()
-            if left <= 0 and (beat is None or beat.done()):
-                beat = loop.create_task(self._beat())
-            timer = loop.call_later(left if left > 0 else every_s, look)
-
-        timer = loop.call_later(every_s, look)  # no task: most answers end before
+        self._look(every_s)  # no task: most answers end before
         try:
             yield
         finally:
-            timer.cancel()
-            if beat is not None:
-                await beat
+            assert self._timer is not None
+            self._timer.cancel()
+            self._timer = None  # it would keep the request until the garbage is looked for
+            if self._heartbeat is not None:
+                await self._heartbeat
+
+    def _look(self, every_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._spoke + every_s - loop.time()
+        if left <= 0 and (self._heartbeat is None or self._heartbeat.done()):
+            self._heartbeat = loop.create_task(self._beat())
+        self._timer = loop.call_later(left if left > 0 else every_s, self._look, every_s)
 
     async def _beat(self) -> None:
         with contextlib.suppress(ConnectionResetError):  # who writes next notices it too

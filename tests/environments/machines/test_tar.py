@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.environments.machine import ExecResult
 from rollmill.environments.machines import layers, oci
 from rollmill.environments.machines.tar import ArchiveError, Entry, Tar
 from rollmill.environments.trees import unpack
@@ -132,7 +131,7 @@ def test_a_forged_archive_is_an_error_at_once(data: bytes, tmp_path: Path) -> No
 def test_every_reader_of_archives_refuses_a_bomb(name: str, tmp_path: Path) -> None:
     data, began = BOMBS[name], time.process_time()
     with pytest.raises(work_diff._Refused, match="could not be packed"):
-        work_diff._read(ExecResult(0, data))
+        work_diff._read(data)
     with pytest.raises(OSError, match="no proper archive"):
         unpack(data, tmp_path / "tree")
     with pytest.raises(ArchiveError):
