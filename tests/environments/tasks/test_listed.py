@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.cluster.checkpoint import check_tasks
+from rollmill.cluster.preflight import check_tasks
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
