@@ -42,9 +42,12 @@ def stage_settings(config: RunConfig, number: int, live: str, conversations: int
     steps = min(cycle.steps, conversations)
     training = kept.get("training", {})
     optimizer = {**training.get("optimizer", {}), "warmup_steps": 0, "decay": "constant"}
-    own_model = config.checkpoint is None and config.start is None
-    usual = OptimizerConfig().lr if own_model else lr_by_size(all_parameters(config.model), rollouts=True)
-    usual = last.training.optimizer.lr if last is not None else usual
+    if last is not None:
+        usual = last.training.optimizer.lr
+    elif config.checkpoint is None and config.start is None:
+        usual = OptimizerConfig().lr
+    else:
+        usual = lr_by_size(all_parameters(config.model), rollouts=True)
     # one reward per conversation is noisier than a group's, and each cycle's optimizer starts without a memory
     optimizer["lr"] = cycle.lr if cycle.lr is not None else 0.4 * usual
     return {

@@ -48,5 +48,6 @@ class Sampler(Protocol):
     name: str
 
     def choose(self, tasks: TaskSet, draw: Draw) -> Task:
-        """The task of group `draw.index`. The same `draw` gives the same task, in any process."""
+        """The task of group `draw.index`. The same `draw` gives the same task, in any process. It should take
+        milliseconds: the run is locked meanwhile, so that no other dispatcher starts the same group."""
         ...
