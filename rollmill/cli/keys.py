@@ -21,7 +21,9 @@ def create(
     run_dir: RunDir,
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="rollout, production, feedback, read or admin; may be repeated", show_default="production"),
+        typer.Option(
+            help="production, rollout, feedback, read, engine or admin; may be repeated", show_default="production"
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="a name for people")] = "",
     days: Annotated[float | None, typer.Option(min=0, help="days until the key expires", show_default="never")] = None,

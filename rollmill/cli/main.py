@@ -6,10 +6,11 @@ import errno
 import inspect
 import re
 import sys
-from textwrap import TextWrapper, dedent
-from typing import Annotated
+from textwrap import TextWrapper, dedent, indent
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rollmill import __version__
 from rollmill.cli import (
@@ -43,24 +44,34 @@ HELP = """Train your own agent model inside your own product.
 
 Start with the demo: mid-training, RL, evaluation and a report, on this machine's CPU in a few minutes.
 
-```
-rollmill doctor                               # can this machine run it?
-rollmill demo                                 # leaves runs/demo/report.html
-rollmill train examples/micro.toml --dry-run  # the settings, explained
-rollmill train examples/micro.toml            # a run of your own
-rollmill serve runs/micro                     # talk to the result
-```
+\b
+  rollmill doctor                               # can this machine run it?
+  rollmill demo                                 # leaves runs/demo/report.html
+  rollmill train examples/micro.toml --dry-run  # the settings, explained
+  rollmill train examples/micro.toml            # a run of your own
+  rollmill serve runs/micro                     # talk to the result
 
 `--help` after a command explains it, and `rollmill config` explains the settings.
 """
 
+
+class Group(TyperGroup):
+    """Lists its commands with the whole first sentence of each, where typer would cut it."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, each.get_short_help_str(1000)) for name, each in self.commands.items() if not each.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="rollmill",
+    cls=Group,
     help=HELP,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,  # typer's boxes of rich need 170 modules more, most of them for Markdown
 )
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
@@ -113,17 +124,20 @@ def _folded(code: str) -> str:
     return "\n".join(" \\\n".join(fold.wrap(line)) for line in dedent(code).strip().splitlines())
 
 
-def _fence_examples(group: typer.Typer) -> None:
-    """Make fenced code of the indented examples in docstrings: typer would join their lines."""
+def _keep_examples(group: typer.Typer) -> None:
+    """Mark the indented examples in docstrings: typer would join their lines."""
     for command in group.registered_commands:
         text = inspect.cleandoc(command.help or (command.callback.__doc__ if command.callback else "") or "")
-        command.help = re.sub(r"(?m)(?:^ {4}.*(?:\n|\Z))+", lambda code: f"```\n{_folded(code[0])}\n```\n", text)
+        command.help = re.sub(
+            r"(?m)(?:^ {4}.*(?:\n|\Z))+", lambda code: f"\b\n{indent(_folded(code[0]), '  ')}\n", text
+        )
     for below in group.registered_groups:
         if below.typer_instance is not None:
-            _fence_examples(below.typer_instance)
+            below.typer_instance.info.cls = Group
+            _keep_examples(below.typer_instance)
 
 
-_fence_examples(app)
+_keep_examples(app)
 
 
 # What a user can do about an error of the operating system. Any other one is a fault of ours, with its traceback.

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import rollmill
@@ -144,7 +145,9 @@ def _command(command: Any, path: str) -> Iterator[str]:
     if not below:
         yield f"    {' '.join([path, *map(_argument, arguments)])} [OPTIONS]\n"
     if command.help:
-        yield inspect.cleandoc(command.help) + "\n"
+        text = inspect.cleandoc(command.help)
+        text = re.sub(r"\x08\n((?:.+(?:\n|\Z))+)", lambda code: f"```\n{dedent(code[1]).rstrip()}\n```\n", text)
+        yield text.rstrip() + "\n"
     if below:
         yield from _table(
             ("command", "what it does"),
