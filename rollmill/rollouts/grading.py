@@ -50,8 +50,8 @@ class Stalls:
 def own_limit(task: Task) -> float:
     """Seconds that the task's own tests may take, and what surrounds them. Tests that hang must be graded as hanging:
     a grading that is given up earlier would drop the episode, and the policy could escape a zero."""
-    own = task.grading.get("timeout_s")
-    return float(own) + _AROUND_S if isinstance(own, int | float) else 0.0
+    own, commands = task.grading.get("timeout_s"), 2 if task.grading.get("run") else 1
+    return commands * float(own) + _AROUND_S if isinstance(own, int | float) else 0.0
 
 
 def _turn(machines: MachineHost, alone: bool) -> contextlib.AbstractAsyncContextManager[None]:

@@ -20,7 +20,7 @@ DEEPEST_JSON = 64  # the readers of payloads stop at 200
 LONGEST_KEY = 256  # characters; PostgreSQL refuses index rows over 2704 bytes, and some indices hold two keys
 LONGEST_OBJECT_KEY = 1000
 _CONTAINERS = (dict, list, tuple)
-_LARGEST = 1e12  # training squares rewards and sums them up in float32
+LARGEST_NUMBER = 1e12  # training squares rewards and sums them up in float32
 
 
 def to_text(value: str, limit: int = LONGEST_TEXT) -> str:
@@ -49,10 +49,10 @@ def to_number(what: str, value: object) -> float:
         number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= _LARGEST:
+    if not abs(number) <= LARGEST_NUMBER:
         raise TrajectoryError(
             f"{what} is {_short(value)}",
-            hint=f"a finite number of at most {_LARGEST:g}; a trajectory that cannot be graded fails",
+            hint=f"a finite number of at most {LARGEST_NUMBER:g}; a trajectory that cannot be graded fails",
         )
     return number
 

@@ -12,35 +12,50 @@ cannot replace them. `verdict` says what counts as passed:
     "python"  `test` runs to its end, in a machine of its own: what it imports of the submission is a stand-in for what
               lies in a second machine, and results are compared as plain data (apart/)
 
-What this cannot protect: with "exit" and "reward_file" a command of the task runs in the machine where the submission
-lies. If the command imports submitted code, that code can end the process with success (`os._exit(0)`), write the
-reward file and read the grading files. With "python", `"isolation"` says whether the test may run in one process with
-the submission (apart/levels.py).
+With "exit" and "reward_file" the command runs where the submission lies, unless the task names `outputs`:
+
+    task.grading = {"kind": "script", "inputs": {"in.txt": "3 10\\n"}, "outputs": ["out.txt"],
+                    "run": ["sh", "-c", "python main.py < in.txt > out.txt"],
+                    "files": {"check.py": "…"}, "command": ["python", "check.py"]}
+
+Then `run` starts the submission in a machine of its own, with `inputs` and without `files`. The command runs in a
+second machine that has the task's files, the grading files and the `outputs` of the first, and nothing else of the
+submission. `run` may be left out if what was handed in is data: an answer, a table. A `run` that fails, or takes longer
+than `timeout_s`, earns 0.
+
+What this cannot protect: without `outputs`, submitted code that the command imports or starts can end the process with
+success (`os._exit(0)`), write the reward file and read the grading files; files of it with the names of modules are
+found by a Python command. With "python", `"isolation"` says whether the test may run in one process with the submission
+(apart/levels.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from typing import Literal
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, TypeAdapter, field_validator
+from pydantic import Field, FiniteFloat, TypeAdapter, field_validator, model_validator
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import ExecResult, Machine
-from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan, counted
+from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan
 from rollmill.environments.rewards.apart.session import Order
-from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of, read_grading
+from rollmill.environments.rewards.clean import DoesNotFit, check_program, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
+from rollmill.environments.task_machine import create_machine, for_all
 from rollmill.environments.tasks.jsonl import Base64, contents
 from rollmill.environments.tasks.programs import parse_python
 from rollmill.errors import TaskError
 from rollmill.strict import StrictModel, parse_json
+from rollmill.trajectories.storable import LARGEST_NUMBER
 from rollmill.types import Reward
 
 _MAX_REWARD = 1 << 16  # bytes of a reward file
-_NUMBERS: TypeAdapter[float | dict[str, float]] = TypeAdapter(FiniteFloat | dict[str, FiniteFloat])
+_MAX_PUT_OUT = 1 << 24  # bytes of one output
+_Number = Annotated[FiniteFloat, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]  # others cannot be stored
+_NUMBERS: TypeAdapter[float | dict[str, float]] = TypeAdapter(_Number | dict[str, _Number])
 _TEST = "hidden::test"
 
 
@@ -58,14 +73,27 @@ class _Grading(StrictModel):
     timeout_s: float | None = Field(None, gt=0)
 
 
-class _Exit(_Grading):
+class _Command(_Grading):
+    command: list[str] = Field(min_length=1)
+    run: list[str] = Field(default_factory=list)  # in a machine with the submission and `inputs`
+    inputs: dict[str, str | Base64] = Field(default_factory=dict)
+    outputs: list[str] = Field(default_factory=list)  # all that the command sees of that machine
+
+    @model_validator(mode="after")
+    def _is_apart(self) -> _Command:
+        if (self.run or self.inputs) and not self.outputs:
+            raise ValueError("`run` and `inputs` need `outputs`: the files that the command sees of the submission")
+        if both := sorted(self.files.keys() & set(self.outputs)):
+            raise ValueError(f"{both} are in `files` and in `outputs`")
+        return self
+
+
+class _Exit(_Command):
     verdict: Literal["exit"] = "exit"
-    command: list[str] = Field(min_length=1)
 
 
-class _RewardFile(_Grading):
+class _RewardFile(_Command):
     verdict: Literal["reward_file"]
-    command: list[str] = Field(min_length=1)
     reward_files: list[str] = Field(min_length=1)
 
 
@@ -91,9 +119,9 @@ class Script:
     name = "script"
     kind = "script"
     cannot_protect = (
-        "By exit code or reward file, the command of a task runs where the submission lies. Submitted code that it "
-        "imports or starts can read the grading files, end the process with success and write the reward file; no "
-        'grader can tell. With verdict "python" the test runs apart from the submission, where the task allows it.'
+        "By exit code or reward file, the command of a task that names no `outputs` runs where the submission lies. "
+        "Submitted code that it imports or starts can read the grading files, end the process with success and write "
+        'the reward file; no grader can tell. With `outputs`, and with verdict "python", it runs apart from it.'
     )
 
     def __init__(self, config: ScriptConfig | None = None) -> None:
@@ -108,13 +136,8 @@ class Script:
                 judged = await self._judge.judge(episode, self._plan(grading))
                 value, evidence = float(judged.verdicts.get(_TEST) == "passed"), judged.evidence
             else:
-                async with clean_machine(episode, contents(grading.files), program=grading.command[0]) as machine:
-                    result = await machine.exec(
-                        grading.command,
-                        env=grading.env,
-                        timeout_s=(grading.timeout_s or self.config.timeout_s) * machine.capabilities.slowdown,
-                        max_output=self.config.max_output,
-                    )
+                async with self._verifier(episode, grading) as machine:
+                    result = await self._exec(machine, grading, grading.command, grading.env)
                     if isinstance(grading, _RewardFile):
                         return await self._read_reward(machine, grading, result)
                     value, evidence = float(result.exit_code == 0 and result.stopped is None), evidence_of(result)
@@ -128,8 +151,51 @@ class Script:
         """What this reward cannot protect in a task; empty if it is no more than with any."""
         grading = _parse(episode.task)
         if isinstance(grading, _Python):
-            return counted(list((await self._judge.levels(episode, self._plan(grading))).values()))
-        return f"verdict {grading.verdict!r}: submitted code that the command imports or starts can decide it"
+            return await self._judge.weaknesses(episode, self._plan(grading))
+        if grading.outputs:
+            return ""
+        why = f"verdict {grading.verdict!r}: submitted code that the command imports or starts can decide it"
+        return f"{why}, `outputs` would keep it apart"
+
+    @contextlib.asynccontextmanager
+    async def _verifier(self, episode: Episode, grading: _Command) -> AsyncIterator[Machine]:
+        """The machine in which the command runs: beside the submission, or with nothing but its outputs."""
+        task, files = episode.task, contents(grading.files)
+        if not grading.outputs:
+            async with clean_machine(episode, files, program=grading.command[0]) as machine:
+                yield machine
+            return
+        found = await self._put_out(episode, grading)
+        machine = await create_machine(episode.machines, task, files)
+        try:
+            await check_program(machine, task, grading.command[0])
+            await for_all(machine, ["rm", "-rf", "--"], grading.outputs)
+            for path, data in found.items():
+                try:
+                    await machine.write(path, data)
+                except OSError as error:
+                    raise DoesNotFit(f"{path}: {error}"[:1000]) from None
+            yield machine
+        finally:
+            await machine.close()
+
+    async def _put_out(self, episode: Episode, grading: _Command) -> dict[str, bytes]:
+        """What the submission puts out, in a machine without the grading files. DoesNotFit if it fails."""
+        found = {}
+        program = grading.run[0] if grading.run else None
+        async with clean_machine(episode, contents(grading.inputs), program=program) as machine:
+            if grading.run:
+                result = await self._exec(machine, grading, grading.run, {})
+                if result.exit_code != 0 or result.stopped is not None:
+                    raise DoesNotFit(f"`run` failed: {evidence_of(result)}")
+            for path in grading.outputs:
+                with contextlib.suppress(OSError):  # the command finds that it is not there
+                    found[path] = await machine.read(path, max_bytes=_MAX_PUT_OUT)
+        return found
+
+    async def _exec(self, machine: Machine, grading: _Command, command: list[str], env: dict[str, str]) -> ExecResult:
+        seconds = (grading.timeout_s or self.config.timeout_s) * machine.capabilities.slowdown
+        return await machine.exec(command, env=env, timeout_s=seconds, max_output=self.config.max_output)
 
     def _plan(self, grading: _Python) -> Plan:
         seconds = grading.timeout_s or self.config.timeout_s
@@ -146,7 +212,7 @@ class Script:
         return Plan(order, contents(grading.files), grading.isolation)
 
     async def _read_reward(self, machine: Machine, grading: _RewardFile, result: ExecResult) -> Reward:
-        """Untrusted: submitted code ran in this machine. What is no finite number earns nothing."""
+        """Untrusted: submitted code may have run here. What is no number that can be stored earns nothing."""
         evidence = evidence_of(result)
         for path in grading.reward_files:
             with contextlib.suppress(OSError):
@@ -163,12 +229,12 @@ class Script:
 
 
 def _numbers(data: bytes) -> float | dict[str, float]:
-    """ValueError for what is no finite number and no object of such."""
+    """ValueError for what is no number that can be stored, and no object of such."""
     try:
         return parse_json(data, _NUMBERS)
     except ValueError as error:
         with contextlib.suppress(ValueError):
-            if math.isfinite(number := float(data.decode("ascii", "replace"))):  # `.5`, as bc writes it
+            if abs(number := float(data.decode("ascii", "replace"))) <= LARGEST_NUMBER:  # `.5`, as bc writes it
                 return number
         raise error from None
 

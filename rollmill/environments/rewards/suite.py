@@ -9,11 +9,15 @@ The submission lies in a second machine. What a test imports of it is a stand-in
 so do their results, which the test compares in its own process (apart/). So code that exits, hangs, patches the test
 framework, looks for hidden files or returns an object that equals everything fails the test it is called by.
 
-Some tests cannot run like this: they derive from submitted classes, or read files that the submission writes. With
-`"isolation": "auto"` (the default) a test runs in one process with the submission only if the task's own reference
-passes it there and not apart (apart/levels.py); `"apart"` and `"process"` decide for all tests of a task. In one
-process, submitted code can make a test pass: it can find its secret word, patch the test framework and read the hidden
-files. Configuration and plugins then are those of the task and the image, never submitted ones.
+Some tests cannot run like this: they patch builtins or modules, derive from submitted classes, or share files with the
+submission. Such a test needs a reference or `"isolation": "process"`. With `"isolation": "auto"` (the default) a test
+runs in one process with the submission only if the task's own reference passes it there and not apart
+(apart/levels.py); without a reference every test runs apart, and such a test fails whatever is handed in. `"apart"` and
+`"process"` decide for all tests of a task.
+
+In one process, submitted code can reach the verdict: it can find its secret word, patch the test framework and read the
+hidden files. Configuration and plugins then are those of the task and the image, never submitted ones. `rollmill tasks
+check` names the tasks whose tests run like this, and those for which only a reference would tell.
 
 Without pytest, `file.py::function` and `file.py::Class::method` run as unittest runs them: no fixtures, no parameters.
 """
@@ -26,7 +30,7 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan, counted
+from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan
 from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, read_grading
 from rollmill.environments.task import Task
@@ -87,8 +91,7 @@ class Suite:
 
     async def weaknesses(self, episode: Episode) -> str:
         """What this reward cannot protect in a task; empty if it is no more than with any."""
-        levels = await self._judge.levels(episode, self._plan(_parse(episode.task)))
-        return counted(list(levels.values()))
+        return await self._judge.weaknesses(episode, self._plan(_parse(episode.task)))
 
     def _plan(self, grading: _Grading) -> Plan:
         order = Order(

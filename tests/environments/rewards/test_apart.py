@@ -139,12 +139,28 @@ class Metres:
     def __init__(self, n): self.n = n
     def __eq__(self, other): return self.n == other
 """
+PATCHES = """
+import builtins, shop
+from unittest import mock
+
+def test_patched():
+    with mock.patch.object(builtins, "input", lambda: "7"): assert shop.ask() == 7
+"""
+SHARES = "import shop\ndef test_file():\n    shop.save('x.txt')\n    assert open('x.txt').read() == 'saved'\n"
+ASKS = b"def ask(): return int(input())\n"
+SAVES = b"def save(path): open(path, 'w').write('saved')\n"
 LYING = b"class Metres:\n    def __init__(self, n): pass\n    def __eq__(self, other): return True\n"
 
 
 @pytest.mark.parametrize(
     ("tests", "solution", "level"),
-    [(CLOSE, DERIVED, "process"), (EQUALS, METRES, "trusting"), ("import shop\ndef test_is(): pass\n", b"", "apart")],
+    [
+        (CLOSE, DERIVED, "process"),
+        (PATCHES, ASKS, "process"),
+        (SHARES, SAVES, "process"),
+        (EQUALS, METRES, "trusting"),
+        ("import shop\ndef test_is(): pass\n", b"", "apart"),
+    ],
 )
 async def test_the_reference_decides_how_a_test_runs(
     host: NamespaceHost, image_with_pytest: str, tests: str, solution: bytes, level: str
@@ -156,8 +172,13 @@ async def test_the_reference_decides_how_a_test_runs(
     assert (reward.value, reward.evidence["isolation"]) == (1.0, {level: 1}), reward.evidence
     told = await suite.weaknesses(Episode(task, {}, host))
     assert bool(told) == (level != "apart"), told
-    unknown = await grade(host, make_task(image_with_pytest, tests, names), {"shop.py": solution})
+    alone = make_task(image_with_pytest, tests, names)
+    unknown = await grade(host, alone, {"shop.py": solution})
     assert (unknown.value, unknown.evidence["isolation"]) == (float(level == "apart"), {"apart": 1})
+    assert "without a reference" in await suite.weaknesses(Episode(alone, {}, host))
+    near = make_task(image_with_pytest, tests, names, isolation="process")
+    assert (await grade(host, near, {"shop.py": solution})).value == 1.0
+    assert "can make them pass" in await suite.weaknesses(Episode(near, {}, host))
 
 
 async def test_objects_that_lie_about_being_equal_fail_where_nothing_needs_them(

@@ -10,7 +10,7 @@ import pytest
 from rollmill.environments.episode import Episode
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.script import Script, ScriptConfig
-from rollmill.environments.task import Task
+from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import TaskError
 from rollmill.types import Reward
 
@@ -131,3 +131,70 @@ async def test_a_grading_that_cannot_run_is_an_error_and_never_a_reward(
 ) -> None:
     with pytest.raises(TaskError, match=told):
         await Script().grade(Episode(make_task(grading), {"main.py": RIGHT.encode()}, host))
+
+
+# the task's command apart from the submission
+
+CHECK = "assert open('out.txt').read().split() == ['4', '11'], 'wrong'\n"
+APART = {
+    "kind": "script",
+    "inputs": {"in.txt": "3 10\n"},
+    "run": ["sh", "-c", "python main.py < in.txt > out.txt"],
+    "outputs": ["out.txt"],
+    "files": {"check.py": CHECK},
+    "command": ["python", "check.py"],
+}
+PRINTS = "for x in input().split(): print(int(x) + 1)\n"
+PROGRAMS = {
+    "leaves with success": "raise SystemExit(0)\n",
+    "reads the check": "import glob\nfor path in glob.glob('/work/*.py'): print(open(path).read())\n",
+    "writes what the command runs": "open('check.py', 'w').write(''); open('/tmp/reward.txt', 'w').write('1')\n",
+    "stays": (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    while True:\n"
+        "        for path in ('check.py', 'out.txt', '/tmp/reward.txt'):\n"
+        "            try: open(path, 'w').write('1')\n"
+        "            except OSError: pass\n"
+        "        time.sleep(0.01)\n"
+    ),
+    "a link": "import os; os.remove('out.txt'); os.symlink('/etc/hostname', 'out.txt')\n",
+    "a directory": "import os; os.remove('out.txt'); os.makedirs('out.txt/check.py')\n",
+    "a pipe": "import os; os.remove('out.txt'); os.mkfifo('out.txt')\n",
+    "too much": "while True: print('4 11' * 10000)\n",
+    "fails": PRINTS + "raise SystemExit(1)\n",
+    "never ends": PRINTS + "while True: pass\n",
+}
+
+
+@pytest.mark.parametrize("verdict", ["exit", "reward_file"])
+async def test_a_command_sees_nothing_but_the_outputs_of_a_submission(host: NamespaceHost, verdict: str) -> None:
+    grading: dict[str, Any] = {**APART, "verdict": verdict}
+    if verdict == "reward_file":
+        writes = CHECK + "open('/tmp/reward.txt', 'w').write('1')\n"
+        grading |= {"files": {"check.py": writes}, "reward_files": ["/tmp/reward.txt"]}
+    assert (await grade(host, grading, PRINTS)).value == 1.0
+    earned = {name: (await grade(host, grading, source)).value for name, source in PROGRAMS.items()}
+    assert earned == dict.fromkeys(PROGRAMS, 0.0)
+    grader = Script()
+    assert await grader.weaknesses(Episode(make_task(grading), {}, host)) == ""
+    assert "`outputs` would keep it apart" in await grader.weaknesses(Episode(make_task(EXIT), {}, host))
+
+
+async def test_a_hand_in_that_is_data_needs_no_run(host: NamespaceHost) -> None:
+    check = "import csv\nassert next(csv.reader(open('answer.csv'))) == ['42']\n"
+    grading = {"kind": "script", "outputs": ["answer.csv"], "files": {"c.py": check}, "command": ["python", "c.py"]}
+    task = Task("t", "answer", files={"answer.csv": b"0"}, submission=WholeDiff(), grading=grading)
+    given = {"csv.py": b"import os; os._exit(0)", "answer.csv": b"41"}
+    assert (await Script().grade(Episode(task, given, host))).value == 0.0
+    assert (await Script().grade(Episode(task, {**given, "answer.csv": b"42"}, host))).value == 1.0
+    deleted = await Script().grade(Episode(task, {}, host, deleted=["answer.csv"]))
+    assert deleted.value == 0.0 and "FileNotFoundError" in str(deleted.evidence["output"])
+
+
+async def test_an_output_is_named_once_and_needed_by_run(host: NamespaceHost) -> None:
+    with pytest.raises(TaskError, match="`run` and `inputs` need `outputs`"):
+        await grade(host, {**APART, "outputs": []}, PRINTS)
+    with pytest.raises(TaskError, match=r"\['check.py'\] are in `files` and in `outputs`"):
+        await grade(host, {**APART, "outputs": ["check.py"]}, PRINTS)

@@ -227,6 +227,8 @@ async def test_a_task_as_the_documentation_describes_it(tmp_path: Path, host: Na
         ("""echo '{"reward": 0.75, "style": 1}' > /logs/verifier/reward.json""", 0.75, {"reward": 0.75, "style": 1.0}),
         ("""echo '{"a": 1, "b": 0}' > /logs/verifier/reward.json""", 0.5, {"a": 1.0, "b": 0.0}),
         ("echo NaN > /logs/verifier/reward.txt", 0.0, {}),
+        ("echo 1e308 > /logs/verifier/reward.txt", 0.0, {}),  # what cannot be stored would leave it without a reward
+        ("""echo '{"a": 1.7e308, "b": 1.7e308}' > /logs/verifier/reward.json""", 0.0, {}),
         ("echo '[1]' > /logs/verifier/reward.txt", 0.0, {}),
         ("ln -s /dev/zero /logs/verifier/reward.txt", 0.0, {}),
         ("rm -r /logs", 0.0, {}),

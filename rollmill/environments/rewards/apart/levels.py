@@ -6,7 +6,8 @@
 
 With `"isolation": "auto"`, a task's own reference decides, once per process and task: a test gets the first of these
 levels at which the reference passes it. What an agent hands in decides nothing. Without a reference, every test runs
-apart. `"apart"` and `"process"` decide for all tests of a task.
+apart, and one that needs more fails whatever is handed in: `rollmill tasks check` names such tasks. `"apart"` and
+`"process"` decide for all tests of a task.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from rollmill.errors import MachineError, TaskError
 Isolation = Literal["auto", "apart", "process"]
 _SOLVE_S = 300.0
 _REMEMBERED = 4096  # tasks
+_UNSHOWN = (
+    "without a reference every test runs apart from the submission: one that patches builtins or modules, derives from "
+    'submitted classes or shares files with it cannot pass. Give a reference, or "isolation": "process"'
+)
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,15 @@ class Judge:
         together = partial(clean_machine, episode, plan.files, program=None, pinned=True)
         return await _run(episode, plan, levels, partial(clean_machine, episode, {}, program=None), together)
 
-    async def levels(self, episode: Episode, plan: Plan) -> dict[str, str]:
-        """The level of each test."""
-        return await self._find_levels(episode, plan)
+    async def weaknesses(self, episode: Episode, plan: Plan) -> str:
+        """What the levels of a task's tests cannot protect, in words; empty if a reference shows that all run apart."""
+        if plan.isolation == "auto" and not _has_reference(episode.task):
+            return _UNSHOWN
+        return counted(list((await self._find_levels(episode, plan)).values()))
 
     async def _find_levels(self, episode: Episode, plan: Plan) -> dict[str, str]:
         task, tests = episode.task, plan.order.tests
-        if plan.isolation != "auto" or not (task.reference or task.reference_command):
+        if plan.isolation != "auto" or not _has_reference(task):
             return dict.fromkeys(tests, "process" if plan.isolation == "process" else "apart")
         key = task.digest
         async with self._locks.setdefault(key, asyncio.Lock()):
@@ -85,6 +92,10 @@ class Judge:
                 while len(self._levels) > _REMEMBERED:
                     self._locks.pop(self._levels.popitem(last=False)[0], None)
         return self._levels[key]
+
+
+def _has_reference(task: Task) -> bool:
+    return bool(task.reference or task.reference_command)
 
 
 async def _calibrate(episode: Episode, plan: Plan) -> dict[str, str]:
