@@ -23,9 +23,8 @@ from rollmill.training.parallel import split as split_module
 from rollmill.training.parallel.publish import plan_parcels
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
-from rollmill.weights.format.manifest import (
-    Pack,
-)
+from rollmill.weights.format.keys import pack_prefix
+from rollmill.weights.format.manifest import Pack
 from rollmill.weights.reading.image import Image
 from rollmill.weights.reading.patches import Patches
 from rollmill.weights.reading.plan import Leg, Source
@@ -217,6 +216,41 @@ def test_collection_asks_for_no_object_by_itself() -> None:
         return requests.count
 
     assert cost(MANY) == cost(FEW)
+
+
+def test_collection_removes_objects_of_a_version_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.weights.regions.collect.ABANDONED_SECONDS", -1.0)
+
+    def cost(count: int) -> int:
+        objects, requests = counted(Objects.open("memory://"))
+        store, publisher = WeightStore(objects), Publisher(WeightStore(objects), "rl", snapshot_every=1)
+        tensors = {"w": HostTensor("bf16", (64,), np.zeros(128, np.uint8))}
+        for number in range(3):
+            tensors["w"].data[number] ^= 1
+            publisher.publish(number, tensors)
+        for number in range(count):
+            objects.put(f"weights/rl/bf16/packs/{number % 3:010d}-{number:064x}", b"left by an attempt that died")
+        requests.count.clear()
+        assert collect(store, "rl", keep=1).removed == (0, 1)
+        return requests.count["delete"]
+
+    assert cost(MANY) == cost(FEW)
+
+
+def test_packs_of_a_version_are_looked_for_at_the_same_time() -> None:
+    objects = Objects.open("memory://")
+    manifest, packs = version_of(0, 16, None)
+    for digest, data in packs.items():
+        objects.put(f"{pack_prefix('rl', 'bf16', 0)}{digest}", data)
+    together = threading.Barrier(8)  # breaks unless half of them are asked for at once
+
+    class Slow(Requests):
+        def stat(self, key: str) -> Any:
+            together.wait(30)
+            return self._behind.stat(key)
+
+    store = WeightStore(Objects(Slow(objects), "memory://"))
+    assert store.has_snapshot(manifest)
 
 
 def test_manifests_in_memory_are_bounded_by_their_bytes() -> None:

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -91,12 +91,14 @@ class DirectoryBackend:
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
-    def delete(self, key: str) -> None:
-        with self._explained(key):
-            path = self._root / key
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                path.unlink()
-                sync_folder(path.parent)
+    def delete(self, keys: Sequence[str]) -> None:
+        folders = set()
+        for key in keys:
+            with self._explained(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                (self._root / key).unlink()
+                folders.add((self._root / key).parent)
+        for folder in folders:
+            sync_folder(folder)
 
     def wait_for(self, key: str, seconds: float) -> bytes | None:
         there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=0.05)

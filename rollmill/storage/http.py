@@ -18,6 +18,7 @@ import hmac
 import http.client
 import re
 import time
+from collections.abc import Sequence
 from email.utils import formatdate, parsedate_to_datetime
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -216,8 +217,8 @@ class HttpBackend:
     def create_from(self, key: str, file: IO[bytes]) -> None:
         raise self._read_only(key)
 
-    def delete(self, key: str) -> None:
-        raise self._read_only(key)
+    def delete(self, keys: Sequence[str]) -> None:
+        raise self._read_only(keys[0])
 
     def wait_for(self, key: str, seconds: float) -> bytes | None:
         reply = self._request("GET", key, f"/watch?key={quote(key)}&seconds={seconds:.3f}", silence=seconds)

@@ -22,7 +22,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
@@ -62,7 +62,7 @@ class Backend(Protocol):
     def list(self, prefix: str) -> builtins.list[str]: ...
     def stats(self, prefix: str) -> dict[str, Stat]: ...
     def folders(self, prefix: str) -> builtins.list[str]: ...
-    def delete(self, key: str) -> None: ...
+    def delete(self, keys: Sequence[str]) -> None: ...
     def wait_for(self, key: str, seconds: float) -> bytes | None: ...
 
 
@@ -175,7 +175,13 @@ class Objects:
 
     def delete(self, key: str) -> None:
         """Remove an object. It is not an error if there is none."""
-        self._backend.delete(_valid(key))
+        self.delete_all([key])
+
+    def delete_all(self, keys: Iterable[str]) -> None:
+        """Remove objects, in any order. It is not an error if one is not there. S3 removes a thousand per request."""
+        found = [_valid(key) for key in keys]
+        if found:
+            self._backend.delete(found)
 
 
 def _valid(key: str) -> str:
@@ -271,11 +277,13 @@ class _ObstoreBackend:
         found = self._call(prefix, lambda: self._store.list_with_delimiter(prefix or None)["common_prefixes"])
         return [folder.rstrip("/").rpartition("/")[2] for folder in found]
 
-    def delete(self, key: str) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         try:
-            self._call(key, lambda: self._store.delete(key))
-        except ObjectMissing:
-            return
+            self._call(keys[0], lambda: self._store.delete(keys[0] if len(keys) == 1 else [*keys]))
+        except ObjectMissing:  # stores without bulk requests stop at it
+            half = len(keys) // 2
+            for some in (keys[:half], keys[half:]) if half else ():
+                self.delete(some)
 
     def wait_for(self, key: str, seconds: float) -> bytes | None:
         there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=1.0)  # each request costs money

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -112,6 +112,12 @@ def _patiently(call: Callable[[], _Result], given_up: threading.Event) -> _Resul
         except StorageError:
             if backoff.failures == _RETRIES or given_up.wait(backoff.failed()):
                 raise
+
+
+def sizes_of(objects: Objects, keys: Sequence[str]) -> list[int | None]:
+    """The size of each object, in the order of the keys; None where there is none."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="sizes") as pool:
+        return list(pool.map(objects.head, keys))
 
 
 class Uploads:

@@ -72,8 +72,7 @@ class Checkpoints:
         for step in self.steps(line)[: -self._keep]:
             # the description goes first: without it a checkpoint that is half removed does not count
             self._objects.delete(f"{_folder(line, step)}/{DESCRIPTION}")
-            for key in self._objects.list(_folder(line, step)):
-                self._objects.delete(key)
+            self._objects.delete_all(self._objects.list(_folder(line, step)))
 
     def steps(self, line: str) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""

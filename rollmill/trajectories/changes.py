@@ -26,7 +26,9 @@ _SEALED = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.qua
 def _into(target: TrajectoryState, *also_from: TrajectoryState) -> sa.ColumnElement[bool]:
     """The row `key`, if its state allows the change to `target`."""
     sources = {state for state, targets in TRAJECTORY_TRANSITIONS.items() if target in targets}
-    return (trajectories.c.id == bindparam("key")) & trajectories.c.state.in_(sorted(sources | set(also_from)))
+    # not `in_`: with it no statement could be sent for many rows at once
+    allowed = sa.or_(*(trajectories.c.state == state.value for state in sorted({*sources, *also_from})))
+    return (trajectories.c.id == bindparam("key")) & allowed
 
 
 _MOVE = {
@@ -69,11 +71,23 @@ def reward_row(id: str, reward: Reward, grading: int | None = None) -> dict[str,
 def add_reward(connection: sa.Connection, row: dict[str, Any]) -> int:
     """Append a reward in the caller's transaction. Returns its id."""
     reward_id = connection.execute(_ADD_REWARD, row).scalar_one()
-    solved = Reward(row["value"], from_json(row["parts"])).solved
-    given = {"key": row["trajectory"], "given_id": reward_id, "given": row["value"], "is_solved": solved}
-    if connection.execute(_GRADE, {**given, "of_grading": row["grading"]}).rowcount == 0:
+    if connection.execute(_GRADE, _given(row, reward_id)).rowcount == 0:
         raise _illegal(_found(connection, row["trajectory"]), TrajectoryState.graded)
     return reward_id
+
+
+def _given(row: Mapping[str, Any], reward_id: int) -> dict[str, Any]:
+    """The parameters of `_GRADE`."""
+    solved = Reward(row["value"], from_json(row["parts"])).solved
+    given = {"key": row["trajectory"], "given_id": reward_id, "given": row["value"]}
+    return {**given, "is_solved": solved, "of_grading": row["grading"]}
+
+
+def add_rewards(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> None:
+    """As `add_reward`, for trajectories that were inserted as finished in the same transaction."""
+    added = connection.execute(rewards.insert().returning(rewards.c.trajectory, rewards.c.id), rows)
+    ids = {row.trajectory: row.id for row in added}  # databases return them in any order
+    connection.execute(_GRADE, [_given(row, ids[row["trajectory"]]) for row in rows])
 
 
 def trajectory_rows(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,14 +24,14 @@ from sqlalchemy.exc import IntegrityError
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import among, reading, writing
-from rollmill.trajectories import steps
+from rollmill.trajectories import entering, steps
 from rollmill.trajectories.admission import Experience, Room, Verdict
-from rollmill.trajectories.changes import add_reward, fail_unless_sealed, reward_row, trajectory_rows
+from rollmill.trajectories.changes import fail_unless_sealed, trajectory_rows
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.results import Result, read_results
 from rollmill.trajectories.rows import COLUMNS, TrajectoryRow, to_row
 from rollmill.trajectories.steps import Commit
-from rollmill.trajectories.storable import from_json, to_key, to_text
+from rollmill.trajectories.storable import from_json, to_key
 from rollmill.trajectories.tables import groups, ledger, runs, trajectories
 from rollmill.types import (
     GROUP_TRANSITIONS,
@@ -75,16 +75,15 @@ _of_run: sa.BindParameter[str] = bindparam("of_run")
 
 _LOCK = sa.select(runs.c.id).where(runs.c.id == _of_run).with_for_update()
 _COUNT_OPEN = sa.select(sa.func.count()).where(groups.c.run == _of_run, groups.c.state.in_(_OPEN))
-_STARTED = sa.select(runs.c.started).where(runs.c.id == _of_run)
-_ANOTHER = runs.update().where(runs.c.id == _of_run).values(started=runs.c.started + 1)
+_COUNTERS = sa.select(runs.c.started, runs.c.changes).where(runs.c.id == _of_run)
+_CHANGED = runs.update().where(runs.c.id == _of_run).values(changes=runs.c.changes + 1)
+_ANOTHER = _CHANGED.values(started=runs.c.started + 1)
+_NEXT_CHANGE = sa.select(runs.c.changes + 1).where(runs.c.id == _of_run).scalar_subquery()
 _COUNTS = sa.select(ledger.c.state, sa.func.count()).where(ledger.c.run == _of_run).group_by(ledger.c.state)
 _REASONS = (
     sa.select(ledger.c.state, ledger.c.reason, sa.func.count().label("number"))
     .where(ledger.c.run == _of_run, ledger.c.reason.is_not(None))
     .group_by(ledger.c.state, ledger.c.reason)
-)
-_ENTRIES = sa.select(ledger.c.trajectory, ledger.c.state).where(
-    ledger.c.run == _of_run, among(ledger.c.trajectory, "named")
 )
 _MEMBERS = (
     sa.select(*COLUMNS)
@@ -92,24 +91,24 @@ _MEMBERS = (
     .where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
     .order_by(trajectories.c.created_at, trajectories.c.id)
 )
-_STATES = sa.select(trajectories.c.id, trajectories.c.state).where(among(trajectories.c.id, "named")).with_for_update()
-_HAS_PAYLOAD = (
-    trajectories.update()
-    .where(among(trajectories.c.id, "named"), trajectories.c.payload_key.is_(None))
-    .values(payload_key=bindparam("key"))
-)
 _ENTERED = sa.select(ledger.c.trajectory).where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
 _GROUPS = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run).order_by(groups.c.created_at, groups.c.id)
-_UNTAKEN = sa.select(*_GROUP_COLUMNS).where(
-    groups.c.run == _of_run, groups.c.state.in_([GroupState.running.value, GroupState.waiting.value])
+_NOT_TAKEN = (GroupState.running, GroupState.waiting)
+_IS_UNTAKEN = groups.c.state.in_([state.value for state in _NOT_TAKEN])
+_UNTAKEN = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run, _IS_UNTAKEN)
+_CHANGED_SINCE = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run, groups.c.changed > bindparam("seen"))
+_ADMITTED = sa.select(groups.c.id).where(groups.c.run == _of_run, _IS_UNTAKEN, groups.c.origin.is_not(None))
+_UNTAKEN_BY_VERSION = (
+    sa.select(groups.c.min_version, sa.func.count())
+    .where(groups.c.run == _of_run, _IS_UNTAKEN)
+    .group_by(groups.c.min_version)
 )
 
 
 def _move_groups(where: sa.ColumnElement[bool], source: GroupState, target: GroupState) -> sa.Update:
     assert target in GROUP_TRANSITIONS[source]
-    return (
-        groups.update().where(groups.c.run == _of_run, groups.c.state == source.value, where).values(state=target.value)
-    )
+    there = (groups.c.run == _of_run) & (groups.c.state == source.value)
+    return groups.update().where(there, where).values(state=target.value, changed=_NEXT_CHANGE)
 
 
 _NAMED = among(groups.c.id, "named")
@@ -158,23 +157,23 @@ class Ledger:
         def work(connection: sa.Connection) -> tuple[NewGroup, int] | None:
             # the run's row is locked, so no step is committed between this and the end of the transaction
             version = steps.committed(connection, self.run)
-            started = connection.execute(_STARTED, {"of_run": self.run}).scalar_one()
+            started, changes = connection.execute(_COUNTERS, {"of_run": self.run}).one()
             open_ = connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one()
             full = open_ >= pace.most_open(version) or started >= pace.most_started(version)
             if full or committed not in (None, version):
                 return None
             group = name(started)
-            self._insert(connection, group, version, traffic, holder)
+            self._insert(connection, group, version, traffic, {"holder": holder, "changed": changes + 1})
             connection.execute(_ANOTHER, {"of_run": self.run})
             return group, version
 
         return self._write(work)
 
     def _insert(
-        self, connection: sa.Connection, group: NewGroup, version: int, traffic: TrafficClass, holder: str | None
+        self, connection: sa.Connection, group: NewGroup, version: int, traffic: TrafficClass, more: Mapping[str, Any]
     ) -> None:
         members = trajectory_rows(self.run, group.id, group.task_id, group.ids, group.provenance, traffic)
-        row = {"run": self.run, "id": group.id, "task_id": group.task_id, "size": len(members), "holder": holder}
+        row = {"run": self.run, "id": group.id, "task_id": group.task_id, "size": len(members), **more}
         state = {"state": GroupState.running.value, "created_at": time.time(), "min_version": version}
         try:
             connection.execute(groups.insert(), {**row, **state})
@@ -194,7 +193,8 @@ class Ledger:
                     raise TrajectoryError(f"group {group_id} is not ready: {row.id} is {row.state}")
             params = {"of_run": self.run, "named": [group_id], "now": time.time()}
             if connection.execute(_READY, params).rowcount == 0:
-                self._expect_group(connection, group_id, GroupState.waiting)
+                return self._expect_group(connection, group_id, GroupState.waiting)
+            connection.execute(_CHANGED, {"of_run": self.run})
 
         self._write(work)
 
@@ -246,6 +246,7 @@ class Ledger:
                 connection.execute(statement, params).rowcount for statement in (_CLOSE_RUNNING, _CLOSE_WAITING)
             ):
                 return self._expect_group(connection, group_id, GroupState.final)
+            connection.execute(_CHANGED, {"of_run": self.run})
             steps.check_complete(connection, self.run, [group_id], {}, excluded)
             steps.decide(connection, self.run, excluded, None)
 
@@ -257,66 +258,30 @@ class Ledger:
         A stale group is recorded as such. Every other refusal changes nothing. Repeating a call changes nothing. With
         `dry_run`, nothing is changed at all.
         """
-        verdicts: list[Verdict] = []
 
-        def work(connection: sa.Connection) -> None:
-            verdicts.clear()  # a transaction may be tried again
-            untaken = connection.execute(_UNTAKEN, {"of_run": self.run})
+        def work(connection: sa.Connection) -> list[Verdict]:
+            untaken = Counter[int]()
+            for version, count in connection.execute(_UNTAKEN_BY_VERSION, {"of_run": self.run}):
+                untaken[pace.deadline(version)] += count
             room = Room(
                 pace,
                 committed=steps.committed(connection, self.run),
                 written=steps.newest(connection, self.run),
                 open=connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one(),
-                untaken=Counter(pace.deadline(row.min_version) for row in untaken),
+                untaken=untaken,
             )
-            for group in found:
-                verdict = self._judge(connection, group, room)
-                verdicts.append(verdict)
-                if verdict.decision in ("admitted", "stale") and not dry_run:
-                    self._enter(connection, group, verdict)
-                if verdict.decision == "admitted":
-                    room = room.with_group(group)
+            there = entering.look(connection, self.run, found)
+            verdicts = entering.judge(found, there, room)
+            if not dry_run:
+                changes = connection.execute(_COUNTERS, {"of_run": self.run}).one().changes
+                if entering.enter(connection, self.run, zip(found, verdicts, strict=True), there, changes + 1):
+                    connection.execute(_CHANGED, {"of_run": self.run})
+            return verdicts
 
         try:
-            self._write(work)
+            return self._write(work)
         except IntegrityError:  # another stage of the run has just stored one of the trajectories
-            self._write(work)
-        return verdicts
-
-    def _judge(self, connection: sa.Connection, group: Experience, room: Room) -> Verdict:
-        known = connection.execute(_ENTRIES, {"of_run": self.run, "named": group.ids}).first()
-        if known is not None:
-            return Verdict(group.group_id, group.ids, "refused", f"in the ledger already: {known.state}")
-        there = connection.execute(_GROUPS.where(groups.c.id == group.group_id), {"of_run": self.run}).first()
-        if there is not None:
-            return Verdict(group.group_id, group.ids, "refused", "other trajectories of its group are in the ledger")
-        for row in connection.execute(_STATES, {"named": group.ids}):
-            if row.state != TrajectoryState.graded:
-                return Verdict(group.group_id, group.ids, "refused", f"{row.id} is {row.state}")
-        return Verdict(group.group_id, group.ids, *room.judge(group))
-
-    def _enter(self, connection: sa.Connection, group: Experience, verdict: Verdict) -> None:
-        stale = verdict.decision == "stale"
-        there = {row.id for row in connection.execute(_STATES, {"named": group.ids})}
-        for member in group.members:
-            key = None if stale else member.row.get("payload_key")  # nobody reads the payload of a stale one
-            if member.id not in there:
-                connection.execute(trajectories.insert(), {**member.row, "payload_key": key})
-                add_reward(connection, reward_row(member.id, member.reward))
-            elif key is not None:  # it was stale for another stage, so its payload was not copied then
-                connection.execute(_HAS_PAYLOAD, {"named": [member.id], "key": key})
-        now = time.time()
-        entry = {"run": self.run, "id": group.group_id, "task_id": group.task_id, "size": len(group.members)}
-        state = {"state": GroupState.waiting.value, "created_at": now, "ready_at": now}
-        connection.execute(
-            groups.insert(), {**entry, **state, "min_version": group.oldest, "origin": to_text(group.origin)}
-        )
-        connection.execute(ledger.insert(), self._admitted(group.group_id, group.ids))
-        if stale:
-            params = {"of_run": self.run, "named": [group.group_id], "decided": None}
-            connection.execute(_CLOSE_WAITING, params)
-            decided = dict.fromkeys(group.ids, (LedgerState.stale, verdict.reason))
-            steps.decide(connection, self.run, decided, None)
+            return self._write(work)
 
     # steps: the trainer's side
 
@@ -324,7 +289,17 @@ class Ledger:
         """Groups that no step has taken yet, running or waiting, oldest first."""
         with reading(self._engine) as connection:
             found = [_to_group(row) for row in connection.execute(_UNTAKEN, {"of_run": self.run})]
-        return sorted(found, key=lambda group: (group.created_at, group.id))  # few: the bound holds for them
+        return _oldest_first(found)
+
+    def changed_groups(self, seen: int | None) -> tuple[int, list[GroupRow]]:
+        """The number of the newest change of the run's groups, and the groups that changed after number `seen`, taken
+        ones too. With None: the untaken ones."""
+        query = _UNTAKEN if seen is None else _CHANGED_SINCE
+        with reading(self._engine) as connection:
+            # read first: the next call finds again what changes in between
+            newest = connection.execute(_COUNTERS, {"of_run": self.run}).one().changes
+            rows = () if newest == seen else connection.execute(query, {"of_run": self.run, "seen": seen})
+            return newest, [_to_group(row) for row in rows]
 
     def members(self, group_ids: Sequence[str]) -> dict[str, list[TrajectoryRow]]:
         """The trajectories of each group that no step has decided on yet."""
@@ -349,14 +324,15 @@ class Ledger:
             raise TrajectoryError(f"a step of run {record.run!r} in the ledger of run {self.run!r}")
 
         def work(connection: sa.Connection) -> None:
-            for row in connection.execute(_UNTAKEN, {"of_run": self.run}):
-                if considered is not None and row.origin is not None and row.id not in considered:
-                    raise TrajectoryChanged(f"group {row.id} was admitted meanwhile", hint="choose again")
+            for id in connection.execute(_ADMITTED, {"of_run": self.run}).scalars():
+                if considered is not None and id not in considered:
+                    raise TrajectoryChanged(f"group {id} was admitted meanwhile", hint="choose again")
             steps.insert_step(connection, record)
             params = {"of_run": self.run, "named": list(record.groups), "decided": record.number}
             if connection.execute(_LEASE, params).rowcount != len(record.groups):
                 for group_id in record.groups:
                     self._expect_group(connection, group_id, GroupState.leased, record.number)
+            connection.execute(_CHANGED, {"of_run": self.run})
 
         self._write(work)
 
@@ -366,6 +342,7 @@ class Ledger:
         def work(connection: sa.Connection) -> None:
             if steps.insert_commit(connection, self.run, number, version, digest):
                 connection.execute(_FINAL, {"of_run": self.run, "decided": number})
+                connection.execute(_CHANGED, {"of_run": self.run})
 
         self._write(work)
 
@@ -403,7 +380,12 @@ class Ledger:
     def groups_started(self) -> int:
         """The number of groups that the dispatcher has ever started, including final ones."""
         with reading(self._engine) as connection:
-            return connection.execute(_STARTED, {"of_run": self.run}).scalar_one()
+            return connection.execute(_COUNTERS, {"of_run": self.run}).one().started
+
+    def is_spent(self, pace: Pace) -> bool:
+        """Whether training ended before its last step, as Pace.is_spent says. A run without any step has not begun."""
+        counts = self.groups_started(), self.open_groups(), self.committed()
+        return counts[-1] > 0 and pace.is_spent(*counts)
 
     def groups(self, state: GroupState | str | None = None) -> list[GroupRow]:
         """Oldest first."""
@@ -452,7 +434,28 @@ class Ledger:
             )
 
 
+def _oldest_first(found: Iterable[GroupRow]) -> list[GroupRow]:
+    return sorted(found, key=lambda group: (group.created_at, group.id))
+
+
 def _to_group(row: sa.Row[Any]) -> GroupRow:
     fields = dict(row._mapping)
     fields["state"] = GroupState(fields["state"])
     return GroupRow(**fields)
+
+
+class Untaken:
+    """The groups that no step has taken yet. A look reads those that changed since the one before, not all of them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._seen: int | None = None
+        self._groups: list[GroupRow] = []
+
+    def look(self) -> list[GroupRow]:
+        """Oldest first, as `Ledger.untaken_groups`. The same list as before if nothing has changed."""
+        before, (self._seen, changed) = self._seen, self._ledger.changed_groups(self._seen)
+        if self._seen != before:
+            known = {group.id: group for group in (*self._groups, *changed)}
+            self._groups = _oldest_first(group for group in known.values() if group.state in _NOT_TAKEN)
+        return self._groups

@@ -42,6 +42,16 @@ _REWARDS = sa.select(rewards).where(among(rewards.c.trajectory, "ids")).order_by
 _LEASE = sa.select(ledger.c.run, ledger.c.step).where(
     ledger.c.trajectory == bindparam("key"), ledger.c.state == LedgerState.leased.value
 )
+_AT_ONCE = 1_000  # trajectories deleted in one transaction
+_HELD = (
+    sa.select(trajectories.c.id).where(among(trajectories.c.id, "ids")).order_by(trajectories.c.id).with_for_update()
+)
+_LEASED = sa.select(ledger.c.trajectory).where(
+    among(ledger.c.trajectory, "ids"), ledger.c.state == LedgerState.leased.value
+)
+_DELETED = trajectories.update().where(among(trajectories.c.id, "ids")).values(state=TrajectoryState.deleted.value)
+_ERASED = trajectories.update().where(among(trajectories.c.id, "ids")).values(payload_key=None, submission_key=None)
+_EMPTIED = feedback.update().where(among(feedback.c.trajectory, "ids")).values(data="{}")
 _ENTRIES = (
     sa.select(ledger.c.run, ledger.c.state, ledger.c.step, ledger.c.reason, groups.c.origin)
     .join_from(ledger, groups, (ledger.c.run == groups.c.run) & (ledger.c.group_id == groups.c.id))
@@ -158,11 +168,15 @@ class TrajectoryStore:
                 )
 
         writing(self._engine, work)
-        # after the row: a process killed in between leaves an object nobody reads, and deleting again removes it
-        row = self.get(id)
-        for key in (row.payload_key, row.submission_key):
-            if key is not None and self._objects.head(key) is not None:
-                self._objects.delete(key)
+        self._erase([id])
+
+    def _erase(self, ids: Sequence[str]) -> None:
+        """Removes the objects of deleted trajectories. After their rows: a process that is killed in between leaves
+        objects that nobody reads, and rows that still name them, so that deleting again removes them."""
+        rows = self._rows(ids)
+        keys = (key for row in rows for key in (row.payload_key, row.submission_key))
+        self._objects.delete_all(key for key in keys if key is not None)
+        writing(self._engine, lambda connection: connection.execute(_ERASED, {"ids": ids}))
 
     def delete_user(self, pseudonyms: Sequence[str]) -> tuple[builtins.list[str], dict[str, str]]:
         """Delete the trajectories of a user. Returns the deleted ones, and why others cannot be deleted yet."""
@@ -174,15 +188,20 @@ class TrajectoryStore:
         return self._delete_where(trajectories.c.finished_at < time.time() - older_than_s)
 
     def _delete_where(self, condition: sa.ColumnElement[bool]) -> tuple[builtins.list[str], dict[str, str]]:
-        production = (trajectories.c.traffic == "production") & (trajectories.c.state != TrajectoryState.deleted.value)
+        left = (trajectories.c.state != TrajectoryState.deleted.value) | trajectories.c.payload_key.is_not(None)
+        query = sa.select(trajectories.c.id).where(trajectories.c.traffic == "production", left, condition)
         with reading(self._engine) as connection:
-            ids = connection.execute(sa.select(trajectories.c.id).where(production, condition)).scalars().all()
+            ids = connection.execute(query).scalars().all()
         kept: dict[str, str] = {}
-        for id in ids:
-            try:
-                self.delete(id)
-            except TrajectoryError as error:
-                kept[id] = error.message
+        for start in range(0, len(ids), _AT_ONCE):
+            some = ids[start : start + _AT_ONCE]
+            leased = writing(self._engine, lambda connection, some=some: _delete_free(connection, some))
+            for id in leased:
+                try:
+                    self.delete(id)
+                except TrajectoryError as error:
+                    kept[id] = error.message
+            self._erase([id for id in some if id not in leased])
         if len(kept) < len(ids):
             erase_deleted(self._engine)
         return [id for id in ids if id not in kept], kept
@@ -279,3 +298,14 @@ class TrajectoryStore:
 
     def _move(self, id: str, target: TrajectoryState, reason: str) -> None:
         writing(self._engine, lambda connection: move_trajectory(connection, id, target, reason))
+
+
+def _delete_free(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
+    """Deletes the trajectories that no step has leased. Returns the leased ones. As in `TrajectoryStore.delete`, the
+    rows are locked before the leases are read."""
+    connection.execute(_HELD, {"ids": ids})
+    leased = set(connection.execute(_LEASED, {"ids": ids}).scalars())
+    free = {"ids": [id for id in ids if id not in leased]}
+    connection.execute(_DELETED, free)
+    connection.execute(_EMPTIED, free)  # numbers stay; what people wrote does not
+    return leased

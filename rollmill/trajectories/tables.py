@@ -105,6 +105,7 @@ runs = Table(
     Column("id", Text, primary_key=True),
     Column("created_at", _Time, nullable=False),
     Column("started", Integer, nullable=False, server_default="0"),  # groups that the run's dispatchers started
+    Column("changes", sa.BigInteger, nullable=False, server_default="0"),  # of its untaken groups, see `groups.changed`
 )
 groups = Table(
     "groups",
@@ -120,8 +121,10 @@ groups = Table(
     Column("ready_at", _Time),
     Column("origin", Text),  # the run that it was admitted from; NULL: the run's dispatcher started it
     Column("holder", Text),  # the dispatcher that plays it
+    Column("changed", sa.BigInteger, nullable=False, server_default="0"),  # the number of its last change in the run
     Index("groups_by_state", "run", "state", "ready_at", "id"),
     Index("groups_by_step", "run", "state", "step"),
+    Index("groups_by_change", "run", "changed"),
 )
 ledger = Table(
     "ledger",

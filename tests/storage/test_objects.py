@@ -56,6 +56,14 @@ def test_objects_are_read_back_as_written(objects: Objects) -> None:
     assert objects.head("a/b/one") is None
 
 
+def test_many_objects_are_removed_at_once_also_if_some_are_not_there(objects: Objects) -> None:
+    for number in range(7):
+        objects.put(f"a/{number}", b"")
+    objects.delete_all(f"a/{number}" for number in (0, 1, 99, 3, 4, 98, 5, 6))
+    objects.delete_all([])
+    assert objects.list("a") == ["a/2"]
+
+
 def test_create_is_refused_if_the_key_exists(objects: Objects) -> None:
     objects.create("k", b"mine")
     with pytest.raises(ObjectExists):

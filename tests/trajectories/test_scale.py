@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from benchmarks.growth_weights import Requests
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.tasks.listed import ListedTasks
+from rollmill.errors import StorageError
 from rollmill.rollouts.choices import Choices
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.ledger import Ledger, NewGroup
+from rollmill.trajectories.admission import Experience, Member
+from rollmill.trajectories.changes import trajectory_rows
+from rollmill.trajectories.ledger import Ledger, NewGroup, Untaken
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import Reward, StepRecord, Version
+from rollmill.types import LedgerState, Reward, StepRecord, Version
 from tests.rollouts.world import make_task
 
 PACE = Pace(100, 2, 0)
@@ -47,6 +51,11 @@ def statements(engine: sa.Engine) -> Iterator[list[tuple[str, Any]]]:
         yield sent
     finally:
         sa.event.remove(engine, "before_cursor_execute", note)
+
+
+class ReadOnly(Requests):
+    def delete(self, keys: Any) -> None:
+        raise StorageError("the store is read-only")
 
 
 def numbered(index: int) -> NewGroup:
@@ -78,6 +87,7 @@ def hot(ledger: Ledger, store: TrajectoryStore, engine: sa.Engine) -> dict[str, 
         "groups started": ledger.groups_started,
         "open groups": ledger.open_groups,
         "untaken groups": ledger.untaken_groups,
+        "changed groups": lambda: ledger.changed_groups(1),
         "a step": lambda: ledger.step(last),
         "what runs did with a trajectory": lambda: store.entries("g-000000-0"),
         "members": lambda: ledger.members(["g-000000"]),
@@ -131,6 +141,83 @@ def test_a_hot_query_asks_as_often_after_many_steps_as_after_few(engine: sa.Engi
                 counts[name] = len(sent)
         counted.append(counts)
     assert counted[0] == counted[1]
+
+
+def test_a_look_at_open_groups_reads_those_that_changed(engine: sa.Engine) -> None:
+    ledger = Ledger(engine, "run")
+    for count in (2, 16):
+        while ledger.open_groups() < count:
+            ledger.start_group(numbered, pace=PACE)
+        untaken = Untaken(ledger)
+        first = untaken.look()
+        assert len(first) == count and first == ledger.untaken_groups()
+        with statements(engine) as sent:
+            assert untaken.look() is first
+        assert len(sent) == 1, "nothing has changed"
+        seen, _ = ledger.changed_groups(None)
+        dropped = {f"g-000001-{member}": (LedgerState.dropped, "a test") for member in range(2)}
+        if count == 2:
+            ledger.start_group(numbered, pace=PACE)
+        else:
+            ledger.close_group("g-000001", dropped, 1)
+        assert len(ledger.changed_groups(seen)[1]) == 1
+        assert untaken.look() == ledger.untaken_groups() != first
+
+
+def test_admission_asks_as_often_for_many_groups_as_for_few(engine: sa.Engine) -> None:
+    def found(name: str, count: int, oldest: int) -> list[Experience]:
+        return [
+            Experience(group, "task", "other", members(group), oldest)
+            for group in (f"{name}-{number}" for number in range(count))
+        ]
+
+    def members(group: str) -> list[Member]:
+        ids = [f"{group}-{member}" for member in range(2)]
+        rows = trajectory_rows("other", group, "task", ids, {}, "production")
+        return [Member(row["id"], {**row, "state": "finished", "payload_key": "p"}, Reward(1.0)) for row in rows]
+
+    ledger, counted = Ledger(engine, "run"), []
+    for count in (2, 16):
+        groups = [*found(f"fresh-{count}", count, 0), *found(f"stale-{count}", count, -5)]
+        with statements(engine) as sent:
+            verdicts = ledger.admit(groups, pace=PACE)
+        assert [each.decision for each in verdicts] == ["admitted"] * count + ["stale"] * count
+        counted.append(len(sent))
+        assert [each.decision for each in ledger.admit(groups, pace=PACE)] == ["refused"] * 2 * count
+    assert counted[0] == counted[1]
+    assert ledger.counts()["admitted"] == ledger.counts()["stale"] == 2 * (2 + 16)
+
+
+def test_expired_conversations_are_deleted_together(engine: sa.Engine, tmp_path: Any) -> None:
+    requests = Requests(Objects.open(tmp_path / "store"))
+    objects = Objects(requests, "counted")
+    store, counted = TrajectoryStore(engine, objects), []
+    for count in (2, 16):
+        ids = [f"{count}-{number:02d}" for number in range(count)]
+        store.create("run", f"group-{count}", "task", ids, {}, "production")
+        for id in ids:
+            objects.put(f"p/{id}", b"what somebody wrote")
+            store.finish(id, f"p/{id}", None, tokens=2, sampled_tokens=1, segments=1)
+        requests.count.clear()
+        with statements(engine) as sent:
+            deleted, kept = store.delete_expired(-60.0)
+        assert (sorted(deleted), kept, objects.list("p")) == (ids, {}, [])
+        counted.append((len(sent), requests.count["stat"], requests.count["delete"]))
+    assert counted[0] == counted[1] == (counted[0][0], 0, 1)
+
+
+def test_a_deletion_that_was_interrupted_is_finished(engine: sa.Engine, tmp_path: Any) -> None:
+    """The rows are deleted first. What is killed then has left the objects."""
+    objects = Objects.open(tmp_path / "store")
+    store = TrajectoryStore(engine, objects)
+    store.create("run", "group", "task", ["a"], {}, "production")
+    objects.put("p/a", b"what somebody wrote")
+    store.finish("a", "p/a", None, tokens=2, sampled_tokens=1, segments=1)
+    with pytest.raises(StorageError, match="read-only"):
+        TrajectoryStore(engine, Objects(ReadOnly(objects), "read-only")).delete_expired(-60.0)
+    assert store.get("a").state == "deleted" and objects.list("p") == ["p/a"]
+    assert store.delete_expired(-60.0) == (["a"], {})
+    assert objects.list("p") == [] and store.delete_expired(-60.0) == ([], {})
 
 
 def test_a_choice_reads_nothing_while_no_step_was_committed(engine: sa.Engine, tmp_path: Any) -> None:

@@ -50,7 +50,7 @@ from rollmill.training.selection import (
 from rollmill.training.signal import OtherSignal
 from rollmill.training.turns import group_token_advantages
 from rollmill.training.whole import WHOLE
-from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.ledger import GroupRow, Ledger, Untaken
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.rows import TrajectoryRow
 from rollmill.trajectories.store import TrajectoryStore
@@ -111,7 +111,7 @@ class RLObjective:
         self._config = config
         self._other = OtherSignal(config, trajectories, model_config, format)
         self._model = model_config
-        self._ledger = ledger
+        self._ledger, self._untaken = ledger, Untaken(ledger)
         self._trajectories = trajectories
         self._pace = pace
         self._budget = tokens_per_microbatch
@@ -150,26 +150,34 @@ class RLObjective:
 
     def _wait_for_groups(self, search: _Search, stopping: Callable[[], bool]) -> list[str] | None:
         """The groups of the next step, or None if it should not run."""
+        seen: tuple[object, bool] | None = None
         while not stopping():
             # first, because nothing starts after it until the step is committed
             more = self._ledger.groups_started() < self._pace.most_started(search.number - 1)
-            untaken = self._ledger.untaken_groups()
-            waiting = [group.id for group in untaken if group.state == GroupState.waiting]
-            if self._close_without_signal(search, waiting):
-                continue
-            candidates = [
-                Candidate(group.id, self._pace.deadline(group.min_version), group.id in waiting) for group in untaken
-            ]
-            search.considered = {group.id for group in untaken}
-            choice = choose_groups(candidates, search.number, self._pace.groups_per_step, more)
-            if choice.take is not None:
-                return choice.take
-            if choice.due and search.due_since is None:
-                search.due_since = time.time()
-                telemetry.emit("due", step=search.number, groups=choice.due)
+            untaken = self._untaken.look()
+            if seen is None or seen[0] is not untaken or seen[1] != more:
+                waiting = [group.id for group in untaken if group.state == GroupState.waiting]
+                if self._close_without_signal(search, waiting):
+                    continue
+                seen = untaken, more
+                take = self._take(search, untaken, more)
+                if take is not None:
+                    return take
             self._held.release(idle=True)
             time.sleep(POLL_S)
         return None
+
+    def _take(self, search: _Search, untaken: Sequence[GroupRow], more: bool) -> list[str] | None:
+        candidates = [
+            Candidate(group.id, self._pace.deadline(group.min_version), group.state == GroupState.waiting)
+            for group in untaken
+        ]
+        search.considered = {group.id for group in untaken}
+        choice = choose_groups(candidates, search.number, self._pace.groups_per_step, more)
+        if choice.due and search.due_since is None:
+            search.due_since = time.time()
+            telemetry.emit("due", step=search.number, groups=choice.due)
+        return choice.take
 
     def _close_without_signal(self, search: _Search, waiting: Sequence[str]) -> bool:
         """Close the groups that have nothing to learn from. True if there were any."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from rollmill.errors import ObjectMissing, StorageError, WeightsError
 from rollmill.storage.objects import Objects
+from rollmill.storage.parallel import sizes_of
 from rollmill.types import Version
 from rollmill.weights.format.keys import anchor_key, form_folder, manifest_key, pack_key, valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_bytes, parse_anchor, parse_manifest
@@ -170,9 +171,8 @@ class WeightStore:
             avoid |= {broken.id}
 
     def _missing(self, leg: Leg) -> str | None:
-        for pack in leg.encoding.packs:
-            key = pack_key(leg.manifest, pack)
-            size = self.objects.head(key)
+        keys = [pack_key(leg.manifest, pack) for pack in leg.encoding.packs]
+        for pack, key, size in zip(leg.encoding.packs, keys, sizes_of(self.objects, keys), strict=True):
             if size != pack.bytes:
                 return f"{key!r} is missing" if size is None else f"{key!r} has {size} bytes, not {pack.bytes}"
         return None
@@ -230,7 +230,7 @@ class WeightStore:
     def has_snapshot(self, manifest: Manifest) -> bool:
         """Whether the version has a snapshot whose packs are in this store."""
         packs = manifest.snapshot.packs if manifest.snapshot else ()
-        here = all(self.objects.head(pack_key(manifest, pack)) is not None for pack in packs)
+        here = None not in sizes_of(self.objects, [pack_key(manifest, pack) for pack in packs])
         return manifest.snapshot is not None and here
 
     def _hold_or_none(self, version: Version, form: str) -> Image | None:

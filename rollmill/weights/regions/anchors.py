@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 from rollmill.errors import ObjectExists, WeightsError
+from rollmill.storage.parallel import sizes_of
 from rollmill.types import Version
 from rollmill.weights.format.keys import anchor_key, pack_key, valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, layout_of
@@ -77,7 +78,7 @@ class AnchorBuilder:
             self.store.objects.create(key, anchor.to_bytes())
         except ObjectExists:  # from another builder, or our own request was retried
             return False
-        if any(self.store.objects.head(pack_key(anchor, pack)) is None for pack in anchor.snapshot.packs):
+        if None in sizes_of(self.store.objects, [pack_key(anchor, pack) for pack in anchor.snapshot.packs]):
             self.store.objects.delete(key)
             raise WeightsError(
                 f"packs for an anchor of {manifest.version} ({self.form}) were collected while it was made",

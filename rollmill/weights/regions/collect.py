@@ -87,8 +87,9 @@ def collect_companions(store: WeightStore, dry_run: bool = False) -> dict[str, i
         if young or store.begun(line):  # checked last: a version may have been committed meanwhile
             continue
         removed[line] = sum(stat.bytes for stat in own.values())
-        for key in () if dry_run else (index_key(line), *keys):  # the index first: it names only what is there
-            store.objects.delete(key)
+        if not dry_run:
+            store.objects.delete(index_key(line))  # first: it names only what is there
+            store.objects.delete_all(keys)
     return removed
 
 
@@ -194,15 +195,17 @@ class _Found:
 
     def remove(self, plan: _Plan) -> None:
         for number in reversed(plan.doomed):
-            for key in self._objects_of(number):
-                self._store.objects.delete(key)
+            keys = self._objects_of(number)
+            packs = set(self._packs.get(number, []))
+            for key in keys:
+                if key not in packs:
+                    self._store.objects.delete(key)
+            self._store.objects.delete_all(key for key in keys if key in packs)
             self._store.forget(Version(self._line, number), self._form)
         # An anchor may have been made meanwhile from packs that counted as abandoned.
         made = set(self._store.anchors(self._line, self._form)) - self._anchors
         spared = tuple(pack_prefix(self._line, self._form, number) for number in made)
-        for key in self.abandoned:
-            if not key.startswith(spared):
-                self._store.objects.delete(key)
+        self._store.objects.delete_all(key for key in self.abandoned if not key.startswith(spared))
 
 
 def _holds(store: WeightStore, line: str, form: str, numbers: Sequence[int]) -> dict[int, list[str]]:
