@@ -102,8 +102,8 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
 
     def look(self) -> Sample | None:
         """What trainer and engines do now; None before the first group and after the last step."""
-        ledger = self._ledger
-        if ledger.committed() >= self._stage.steps or not ledger.groups_started():
+        ledger, stage = self._ledger, self._stage
+        if ledger.committed() >= stage.steps or not ledger.groups_started() or ledger.is_spent(stage.pace(stage.steps)):
             return None
         engines = _health(self._run)["engines"]
         home = [each for each in engines if each["region"] == self._run.config.regions[0] and each["alive"]]

@@ -79,21 +79,22 @@ def newest_step(run: RunDirectory, stage: StageSection, form: str | None = None)
     return version.number if step is None else step
 
 
-def is_published(run: RunDirectory, stage: StageSection) -> bool:
-    """Whether the last step of a stage has a version, in every form."""
-    return all(newest_step(run, stage, form) == stage.steps for form in run.config.forms)
-
-
 def is_trained(run: RunDirectory, stage: StageSection) -> bool:
-    """Whether nothing of a stage is left to train: its last step is published, and committed if it has a ledger."""
-    if not is_published(run, stage):
-        return False
-    if not isinstance(stage, RolloutSettings):
-        return True
+    """Whether nothing of a stage is left to train: no step follows the newest one, which is published in every form."""
+    step = newest_step(run, stage)
+    return all(newest_step(run, stage, form) == step for form in run.config.forms) and is_last(run, stage, step)
+
+
+def is_last(run: RunDirectory, stage: StageSection, step: int | None) -> bool:
+    """Whether no step follows `step`, the newest published one. If the stage has a ledger, `step` is committed, and
+    training may have ended before the last step of the settings, because nothing was left to take."""
+    if not step or not isinstance(stage, RolloutSettings):
+        return step == stage.steps
     from rollmill.storage.database import open_database
     from rollmill.trajectories.ledger import Ledger
 
-    return Ledger(open_database(run.database_url), run.stage_key(stage)).committed() >= stage.steps
+    ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+    return ledger.committed() == step and (step == stage.steps or ledger.is_spent(stage.pace(stage.steps)))
 
 
 def results_key(run: RunDirectory, label: str) -> str:

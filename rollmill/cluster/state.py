@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rollmill import telemetry
 from rollmill.cluster.lock import Holder, holder
 from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.stages import evaluations, left_to_evaluate, newest_step, results_key
+from rollmill.cluster.stages import evaluations, is_last, left_to_evaluate, newest_step, results_key
 from rollmill.errors import StorageError
 from rollmill.kinds import build
 from rollmill.training.stage import StageSection
@@ -67,9 +67,16 @@ def _current_stage(run: RunDirectory) -> tuple[StageSection | None, int | None]:
     for stage in reversed(run.config.stages):
         step = newest_step(run, stage)
         if step is not None:
-            return (following, None) if following and step == stage.steps else (stage, step)
+            return (following, None) if following and _is_last(run, stage, step) else (stage, step)
         following = stage
     return following, None
+
+
+def _is_last(run: RunDirectory, stage: StageSection, step: int | None) -> bool:
+    try:
+        return step == stage.steps or is_last(run, stage, step)
+    except StorageError:  # the database does not answer now
+        return False
 
 
 def _told_step(run: RunDirectory, stage: StageSection) -> int | None:
@@ -83,7 +90,7 @@ def _told_step(run: RunDirectory, stage: StageSection) -> int | None:
 def is_finished(run: RunDirectory) -> bool:
     """Whether `drive` has nothing left to do, and the report is there."""
     stage, step = _current_stage(run)
-    if stage is None or step != stage.steps or not (run.path / "report.json").exists():
+    if stage is None or not _is_last(run, stage, step) or not (run.path / "report.json").exists():
         return False
     return not any(left_to_evaluate(run, stage) for stage in run.config.stages)
 

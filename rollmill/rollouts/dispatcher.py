@@ -6,7 +6,7 @@ What each loop waits for, and who unblocks it:
                                                                                 closes a group it cannot learn from
     rollout  waits for the gateway (tokens), its machine (tools), its grader    their processes, or a time limit
     group    waits for all of its rollouts                                      the rollouts
-    run      ends when the last step is committed: until then the trainer may need other groups
+    run      ends when the last step is committed, or none can follow: until then the trainer may need other groups
     lease    renews the lease of this dispatcher, and ends it when others may play its groups
     share    takes over the groups of a dispatcher that has no lease any more
 
@@ -86,7 +86,7 @@ class Dispatcher:
         self._failures_in_a_row = 0
 
     async def run(self) -> None:
-        """Start, run and grade groups until the last step is committed."""
+        """Start, run and grade groups until training is over."""
         clock = asyncio.create_task(self._mark_busy())
         try:
             async with asyncio.TaskGroup() as groups:
@@ -115,22 +115,23 @@ class Dispatcher:
                 await self._resume(taken, groups)
 
     async def _start_group(self, groups: asyncio.TaskGroup) -> bool:
-        """Wait until there is room, then start the next group. False once the last step is committed."""
+        """Wait until there is room, then start the next group. False once training is over."""
         while True:
             if self._claims is None or not self._playing.full:  # it would wait here: let another one play it
-                committed, room = await asyncio.to_thread(self._look)
-                if self._pace.is_last(committed):
+                committed, room, over = await asyncio.to_thread(self._look)
+                if over:
                     return False
                 if room and await self._start_next(committed, groups):
                     return True
             await asyncio.sleep(POLL_S)
 
-    def _look(self) -> tuple[int, bool]:
-        """The committed version, and whether there is room for another group. It is called often, so it only reads:
-        `start_group` counts again when it writes."""
+    def _look(self) -> tuple[int, bool, bool]:
+        """The committed version, whether there is room for another group, and whether training is over. It is called
+        often, so it only reads: `start_group` counts again when it writes."""
         committed = self._ledger.committed()
         startable = self._ledger.groups_started() < self._pace.most_started(committed)
-        return committed, startable and self._ledger.open_groups() < self._pace.most_open(committed)
+        over = self._pace.is_last(committed) or (not startable and self._ledger.is_spent(self._pace))
+        return committed, startable and self._ledger.open_groups() < self._pace.most_open(committed), over
 
     async def _start_next(self, committed: int, groups: asyncio.TaskGroup) -> bool:
         """Start the next group, if there is room and `committed` is still the newest committed step."""

@@ -22,6 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from rollmill.errors import TrainingError
+from rollmill.trajectories.results import Result
+
 
 @dataclass(frozen=True)
 class TokenMeasures:
@@ -236,6 +239,22 @@ def warnings(figures: Mapping[str, Any], *, exact: bool = False) -> list[str]:
             "kind of CPU, the same torch and the same release"
         )
     return found
+
+
+def nothing_left(step: int, results: Sequence[Result], replacement: float) -> TrainingError:
+    """Why step `step` has no group to train on, and no further one may start. `results`: the last ones."""
+    solved = sum(result.solved for result in results) / max(1, len(results))
+    what = f"{solved:.0%} of the last {len(results)} graded attempts are solved" if results else "no attempt was graded"
+    if not results:
+        remedy = "see with `rollmill trajectories list` why attempts failed"
+    elif solved > 0.5:
+        remedy = "choose harder tasks, or be content: it has learnt these"
+    else:
+        remedy = "choose easier tasks, imitate first (a stage `sft`), or reward parts of a solution"
+    return TrainingError(
+        f"step {step} has no group with anything to learn from, and no further one may start; {what}",
+        hint=f"{remedy}; a larger group_size or `replacement` (now {replacement:g}) finds signal in rarer cases",
+    )
 
 
 def _is_broken(limit: _Limit, value: object) -> bool:

@@ -8,6 +8,7 @@ So trained plus open groups never exceed steps · groups_per_step. The trainer c
 and another one is started in its place. The limit on started groups bounds this: each step has `replacement` times the
 groups it needs, and later steps may use what it left over. A step that still finds too few groups runs short. It leaves
 groups running that fit into the steps after it (training/deadlines.py). So with max_staleness > 0 engines stay busy.
+Where a step would find no group at all, training ends: without a commit no further group may start.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class Pace:
 
     def is_last(self, committed: int) -> bool:
         return self.steps is not None and committed >= self.steps
+
+    def is_spent(self, started: int, open_groups: int, committed: int) -> bool:
+        """Whether no step can follow `committed`, because nothing is left to take and nothing more may start. Stages
+        that start no groups take empty steps instead. The counts are read in this order, each one later."""
+        return self.starts and not open_groups and started >= self.most_started(committed)
 
     def most_open(self, committed: int) -> int:
         """How many groups may be running, waiting or leased when step `committed` is the newest committed one."""

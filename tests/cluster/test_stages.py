@@ -16,7 +16,7 @@ from rollmill.cluster.prepare import describe_longer
 from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.service import Target, _form_of
-from rollmill.cluster.stages import evaluations, is_published, last_version, newest_step, phases
+from rollmill.cluster.stages import evaluations, is_trained, last_version, newest_step, phases
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError, TrainingError
@@ -26,9 +26,11 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import to_host
 from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.models.huggingface.describe import describe_model
+from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.whole import WHOLE
-from rollmill.types import Version
+from rollmill.trajectories.ledger import Ledger
+from rollmill.types import StepRecord, Version
 from rollmill.weights.files.companions import keep_companions, kept_companions
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
@@ -90,11 +92,11 @@ def test_evaluations_are_before_rl_after_every_rl_stage_and_where_asked(four: Pa
 
 def test_how_far_a_stage_is(run: RunDirectory) -> None:
     stage = run.config.stage("rl")
-    assert newest_step(run, stage) is None and not is_published(run, stage)
+    assert newest_step(run, stage) is None and not is_trained(run, stage)
     line = Line(run.home_store, run.config.model, "rl")
     line.publish()
     line.publish()
-    assert newest_step(run, stage) == 1 and not is_published(run, stage)
+    assert newest_step(run, stage) == 1 and not is_trained(run, stage)
     successor = Line(run.home_store, run.config.model, "rl.2")  # of a run that went on on other hardware
     successor.publish()
     weights = WeightStore(Objects.open(run.home_store))
@@ -109,13 +111,16 @@ def test_a_stage_is_published_when_every_form_is(make_run: Callable[..., RunDire
     stage, line = run.config.stage("rl"), Line(run.home_store, run.config.model, "rl")
     line.publish()
     line.publish()
-    assert newest_step(run, stage) == 1 and newest_step(run, stage, "fp8") is None and not is_published(run, stage)
+    ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+    ledger.write_step(StepRecord(ledger.run, 1, "rl", (), {}, {}, 0.0))
+    ledger.commit_step(1, Version("rl", 1), "digest")
+    assert newest_step(run, stage) == 1 and newest_step(run, stage, "fp8") is None and not is_trained(run, stage)
     target, away = Target("version", "rl@1", Version("rl", 1), "bf16"), run.config.engine_specs[1]
     assert _form_of(run, target, away) == "bf16", "a service has what there is"
     model = Decoder(run.config.model)
     model.initialise(0)
     Publisher(WeightStore(Objects.open(run.home_store)), "rl", "fp8").publish(1, to_host(model.state_dict(), "fp8"))
-    assert is_published(run, stage) and _form_of(run, target, away) == "fp8"
+    assert is_trained(run, stage) and _form_of(run, target, away) == "fp8"
 
 
 OWN = """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from rollmill.errors import TrainingError
 from rollmill.training.baseline import FEWEST, GroupBaseline, PopulationBaseline
 from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
@@ -91,7 +92,8 @@ def test_without_a_population_groups_of_one_teach_nothing(tmp_path: Path) -> Non
     world, pace = World(tmp_path), Pace(2, 1, max_staleness=2)
     for index in range(pace.most_started(0)):
         world.add_group(f"a{index}", segments(1), [float(index % 2)])
-    assert step(world, RLConfig(), 1, pace).record.groups == ()
+    with pytest.raises(TrainingError, match="step 1 has no group"):
+        step(world, RLConfig(), 1, pace)
 
 
 @pytest.mark.parametrize("settings", [{}, {"baseline": "leave_one_out"}])

@@ -278,28 +278,58 @@ def test_groups_that_teach_nothing_do_not_fill_a_step(tmp_path: Path):
     assert "temperature 0" in next(iter(closed["greedy"]["reasons"]))
 
 
-def test_a_step_runs_short_when_replacements_run_out(tmp_path: Path):
+def test_a_step_runs_short_and_one_without_any_group_ends_training(tmp_path: Path):
+    """No version and no budget for it; whoever starts again comes to the same end, or goes on with more groups."""
     telemetry.open_events(tmp_path / "events", "trainer")
     world = World(tmp_path)
-    pace = Pace(2, 2, max_staleness=0)
+    pace = Pace(2, 2, max_staleness=1)
     world.add_group("a", segments(2), [1.0, 0.0])
     for index in range(pace.most_started(1) - 1):
         world.add_group(f"b{index}", segments(2), [1.0, 1.0])
+    for _ in range(2):
+        trainer = world.trainer(pace=pace)
+        assert trainer.run(3) == Version("main", 1) and trainer.step == 1 and world.ledger.is_spent(pace)
+    assert [number for number, _ in world.chain()] == [0, 1]
+    assert [step.groups for step in world.ledger.steps()] == [("a",)] and world.ledger.committed() == 1
+    events = telemetry.read_events(tmp_path / "events")
+    [step] = (event for event in events if event["kind"] == "step")
+    assert (step["groups"], step["groups_missing"], step["groups_closed"]) == (1, 1, 11)
+    texts = [event["text"] for event in events if event["kind"] == "warning"]
+    assert sum("the step ran short" in text for text in texts) == 1
+    ends = [text for text in texts if "training ends before its last step" in text]
+    assert len(ends) == 2 and all("replacement" in text for text in ends)
+
+    more = Pace(2, 2, max_staleness=1, replacement=2.5)
+    assert not world.ledger.is_spent(more)
+    world.add_group("c", segments(2), [1.0, 0.0])
+    world.add_group("d", segments(2), [1.0, 0.0])
+    assert world.trainer(pace=more).run(2) == Version("main", 2) and world.ledger.step(2).groups == ("c", "d")
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [(0.0, "0% of the last 8 graded attempts"), (1.0, "choose harder tasks"), (None, "no attempt was graded")],
+)
+def test_a_first_step_without_any_group_is_an_error(tmp_path: Path, reward: float | None, why: str):
+    world = World(tmp_path)
+    pace = Pace(2, 2, max_staleness=0)
+    for index in range(pace.most_started(0)):
+        world.add_group(f"equal-{index}", segments(2), [reward, reward])
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=f"{why}(.|\n)*`replacement`"):
+            world.trainer(pace=pace).run(2)
+    assert world.ledger.steps() == [] and [number for number, _ in world.chain()] == [0]
+    assert not world.ledger.is_spent(pace), "a run without any step has not begun"
+
+
+def test_a_stage_that_starts_no_groups_takes_steps_without_any(tmp_path: Path):
+    """Those of real-time RL: momentum alone must not move the weights."""
+    world, pace = World(tmp_path), Pace(2, 2, max_staleness=0, starts=False)
+    world.add_group("a", segments(2), [1.0, 0.0])
     world.trainer(pace=pace).run(2)
     chain = dict(world.chain())
-    assert chain[0] != chain[1] == chain[2], "momentum alone must not move the weights"
+    assert chain[0] != chain[1] == chain[2] and [step.groups for step in world.ledger.steps()] == [("a",), ()]
     assert world.weights.manifest(Version("main", 2)).metadata["unchanged"] == "there was nothing to learn from"
-    assert [step.groups for step in world.ledger.steps()] == [("a",), ()] and world.ledger.committed() == 2
-    events = telemetry.read_events(tmp_path / "events")
-    first, second = (event for event in events if event["kind"] == "step")
-    assert (first["groups"], first["groups_missing"], first["groups_closed"]) == (1, 1, 7)
-    assert (second["groups"], second["groups_missing"], second["trained_tokens"]) == (0, 2, 0)
-    assert second["reward_mean"] is None and second["mismatch_k3"] is None and second["mismatch_tokens"] == 0
-    texts = [event["text"] for event in events if event["kind"] == "warning"]
-    assert sum("the step ran short" in text for text in texts) == 2
-    with pytest.raises(AssertionError):  # and a third step would wait: its replacements may still come
-        asked = iter([False, True])
-        assert world.objective(pace=pace).next_batch(3, 0.0, MAIN, lambda: next(asked)) is not None
 
 
 def test_a_short_step_leaves_running_groups_to_the_next_one(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Trains one stage of the run, from the last version of the stage before, until its last step is committed.
+"""Trains one stage of the run, from the last version of the stage before, until no step can follow.
 
 The first stage starts from the weights that the run starts from, which are imported first. Without a stage it only
 imports them.
@@ -14,7 +14,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.launcher import TERMINATED
 from rollmill.cluster.prepare import describe_longer, need_tokenizer, prepare
 from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.stages import last_version
+from rollmill.cluster.stages import is_trained, last_version
 from rollmill.errors import TrainingError
 from rollmill.kinds import build, members_of
 from rollmill.models.device import choose_device
@@ -45,7 +45,7 @@ def main(run: RunDirectory, name: str = "") -> None:
         trainer = _trainer(run, stage, weights, placement)
         trainer.run(stage.steps)
     placement.leave()
-    if trainer.step < stage.steps:
+    if trainer.step < stage.steps and not is_trained(run, stage):
         raise SystemExit(TERMINATED)
 
 

@@ -29,7 +29,7 @@ from rollmill.training.baseline import make_baseline
 from rollmill.training.batching import ABANDONED, STALE, MicroBatch, TokenRule, pack
 from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
-from rollmill.training.diagnostics import finite, warnings
+from rollmill.training.diagnostics import finite, nothing_left, warnings
 from rollmill.training.guard import Sampled, few_sequences
 from rollmill.training.lineage import Lineage
 from rollmill.training.mismatch import HeldReport, MismatchMeter, Sample, ServedWeights, choose_sample
@@ -139,7 +139,7 @@ class RLObjective:
         while True:
             with telemetry.busy("wait"):
                 groups = self._wait_for_groups(search, stopping)
-            if groups is None:
+            if groups is None or (not groups and self._is_over(number)):
                 return None
             self._held.release(idle=False)
             due_seconds, wait_seconds = search.seconds_since(search.due_since), search.seconds_since(search.started_at)
@@ -147,6 +147,18 @@ class RLObjective:
             if chosen is not None:
                 batch = self._batch(*chosen, rule, lr, search.closed)
                 return replace(batch, wait_seconds=wait_seconds, due_seconds=due_seconds)
+
+    def _is_over(self, number: int) -> bool:
+        """No group is left for step `number`, and none can start. Raises TrainingError if it is the first step."""
+        if not self._pace.starts:
+            return False  # it takes empty steps up to its last one
+        error = nothing_left(number, self._ledger.results(number - 2, number), self._pace.replacement)
+        if number == 1:
+            raise error
+        telemetry.emit(
+            "warning", step=number, text=f"training ends before its last step: {error.message}. {error.hint}"
+        )
+        return True
 
     def _wait_for_groups(self, search: _Search, stopping: Callable[[], bool]) -> list[str] | None:
         """The groups of the next step, or None if it should not run."""

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,12 @@ class World:
         return box[0]
 
     def from_first_slowly(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, on every rank, however long it takes. Nothing in it is collective."""
-        if not self.first:
-            while True:
-                done, found = self.from_first((False, None))
-                if done:
-                    return cast(T, found)
+        """What `make` returns on the first rank, on every rank, however long it takes; or the TrainingError that it
+        raises. Nothing in it is collective."""
+        while not self.first:
+            done, found = self.from_first((False, None))
+            if done:
+                return _unless_error(found)
         ended = threading.Event()
 
         def beat() -> None:
@@ -62,11 +62,13 @@ class World:
         beating = threading.Thread(target=beat, name="beat", daemon=True)
         beating.start()
         try:
-            value = make()
+            value: T | TrainingError = make()
+        except TrainingError as error:
+            value = error
         finally:
             ended.set()
             beating.join()
-        return self.from_first((True, value))[1]
+        return _unless_error(self.from_first((True, value))[1])
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -112,6 +114,12 @@ class World:
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+def _unless_error(value: T | TrainingError) -> T:
+    if isinstance(value, TrainingError):
+        raise value
+    return value
 
 
 def join(
