@@ -47,11 +47,15 @@ class Phase:
         return 0.0 if self.start is None else max(0.0, (self.end or now) - self.start)
 
     def seconds_left(self, now: float) -> float | None:
-        """At the pace up to the last count; None before there is one. It falls between two counts, by one at most."""
+        """At the pace up to the last count. None before there is one, and when less than a second would be left.
+
+        It falls between two counts, by one at most.
+        """
         if not self.total or self.first is None or self.done <= self.first[1]:
             return None
         pace = (self.last - self.first[0]) / (self.done - self.first[1])
-        return max(0.0, pace * (self.total - self.done) - min(now - self.last, pace))
+        left = pace * (self.total - self.done) - min(now - self.last, pace)
+        return left if left >= 1 else None
 
 
 @dataclass
@@ -78,6 +82,12 @@ class State:
     @property
     def current(self) -> Phase | None:
         return next((phase for phase in self.phases if phase.start is not None and phase.end is None), None)
+
+    def pause(self) -> None:
+        """The processes that wrote these events are gone: what is done stays, the rest begins again."""
+        self.step, self.heldout, self.due, self.restarts, self.warning = {}, {}, {}, 0, ""
+        self.engines.clear()
+        self.phases = [phase if phase.end is not None else Phase(phase.name) for phase in self.phases]
 
     def fold(self, event: dict[str, Any]) -> None:
         handler = getattr(self, f"_on_{event['kind']}", None)
@@ -139,9 +149,20 @@ class State:
 
 
 class Progress:
-    """Shows how far a run is. Call `update()` a few times per second; it never blocks."""
+    """Shows how far a run is. Call `update()` a few times per second; it never blocks.
 
-    def __init__(self, events_dir: Path, phases: list[str], title: str, console: Console | None = None) -> None:
+    With `continues`, older events are of a run that was stopped; else they are of one that is going on.
+    """
+
+    def __init__(
+        self,
+        events_dir: Path,
+        phases: list[str],
+        title: str,
+        console: Console | None = None,
+        *,
+        continues: bool = False,
+    ) -> None:
         self._tail = EventTail(events_dir)
         self._state = State([Phase(name) for name in phases])
         self._title = title
@@ -150,9 +171,14 @@ class Progress:
         self._started = time.time()
         self._line_at = 0.0
         self._failed = False
+        self._continues = continues
 
     def __enter__(self) -> Progress:
         self._started = self._line_at = time.time()
+        if self._continues:
+            for event in self._tail.poll():
+                self._state.fold(event)
+            self._state.pause()
         if self._console.is_terminal:
             self._live = Live(self._draw(self._started), console=self._console, auto_refresh=False)
             self._live.start()

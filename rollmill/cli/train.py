@@ -137,7 +137,8 @@ def run_to_report(run: RunDirectory) -> None:
         watch(run, cluster)
         return
     try:
-        with Progress(run.events, phases(run.config), title=f"rollmill · {run.config.name}") as progress:
+        title = f"rollmill · {run.config.name}"
+        with Progress(run.events, phases(run.config), title, continues=True) as progress:
             drive(run, on_tick=progress.update)
     except KeyboardInterrupt:
         # after the display has closed, which would draw over it

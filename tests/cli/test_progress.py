@@ -143,6 +143,42 @@ def test_a_terminal_is_redrawn_in_place_and_restored(tmp_path: Path) -> None:
     assert "\x1b[?25h" in text  # the cursor is back
 
 
+def test_a_continued_run_counts_no_pause(tmp_path: Path) -> None:
+    """The first part ended an hour ago, two steps after its newest checkpoint."""
+    console, began = Console(file=io.StringIO(), force_terminal=False, width=200), time.time() - 4000
+    old = [
+        {"kind": "phase", "phase": name, "state": state, "at": began}
+        for name in PHASES[:2]
+        for state in ("start", "end")
+    ]
+    old += [{"kind": "phase", "phase": PHASES[2], "state": "start", "at": began}]
+    old += [{"kind": "step", "step": step, "steps": 20, "at": began + 9 * step} for step in range(1, 13)]
+    old += [{"kind": "warning", "text": "of old", "at": began}]
+    (tmp_path / "trainer.jsonl").write_text(
+        "".join(json.dumps({**event, "process": "trainer"}) + "\n" for event in old)
+    )
+    with Progress(tmp_path, PHASES, "t", console, continues=True) as progress:
+        progress.update()
+        state = progress._state
+        assert state.current is None and plain_line(state, time.time()) == "waiting"
+        assert [phase.end is not None for phase in state.phases[:3]] == [True, True, False]
+        now = time.time()
+        state.fold({"kind": "phase", "phase": PHASES[2], "state": "start", "at": now})
+        assert state.current.seconds(now + 2) == pytest.approx(2)
+        for step in (11, 12):
+            state.fold({"kind": "step", "step": step, "steps": 20, "at": now + 3 * (step - 10)})
+        assert "12/20" in plain_line(state, now + 6) and "about 0:24 left" in plain_line(state, now + 6)
+    assert "of old" not in console.file.getvalue() and "done in" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_less_than_a_second_is_not_told() -> None:
+    state = State([Phase("rl")])
+    state.fold({"at": 0.0, "kind": "phase", "phase": "rl", "state": "start"})
+    for step in (1, 2, 3):
+        state.fold({"at": 2.0 * step, "kind": "step", "step": step, "steps": 4})
+    assert "about 0:02 left" in plain_line(state, 6.0) and "left" not in plain_line(state, 9.0)
+
+
 def test_untrusted_text_is_not_markup(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
     with Progress(tmp_path, PHASES, "t", console):
