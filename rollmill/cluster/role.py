@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollmill import telemetry
+from rollmill.cluster.exits import BEGINS, CAUSE
 from rollmill.cluster.handed import hand_to, take
 from rollmill.cluster.launcher import FINAL
 from rollmill.cluster.lock import exclusive
@@ -43,7 +44,7 @@ def main(role: str, open_run: Callable[[], RunDirectory], *arguments: str) -> in
             # rank 0 writes the events and holds the lock for all ranks: the others do nothing without it
             if kind not in TRAINING or outside_rank() == 0:
                 telemetry.open_events(run.events, role, log=True)
-                print(f"{role} begins, process {os.getpid()}")
+                print(f"{role}{BEGINS}{os.getpid()}")
                 held.enter_context(exclusive(run.path, role))
             module = importlib.import_module(f"rollmill.cluster.roles.{kind}")
             module.main(run, *([region] if region else []), *arguments)
@@ -51,8 +52,9 @@ def main(role: str, open_run: Callable[[], RunDirectory], *arguments: str) -> in
         ours = _first_of_ours(error)
         if ours is None:
             traceback.print_exc()
+            print(f"{CAUSE}{traceback.format_exception_only(_leaf(error))[-1]}", end="", file=sys.stderr)
             return 1
-        print(ours, file=sys.stderr)
+        print(f"{CAUSE}{ours}", file=sys.stderr)
         return FINAL if isinstance(ours, FINAL_ERRORS) else 1
     return 0
 
@@ -62,6 +64,10 @@ def _first_of_ours(error: BaseException) -> RollmillError | None:
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(_first_of_ours, error.exceptions)), None)
     return error if isinstance(error, RollmillError) else None
+
+
+def _leaf(error: BaseException) -> BaseException:
+    return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.exits import last_words
 from rollmill.cluster.handed import hand_to
 from rollmill.cluster.launcher import TERMINATED
 from rollmill.cluster.launchers import local
@@ -129,6 +130,16 @@ def test_too_many_restarts_end_the_run_with_the_end_of_the_log(
     assert "address already in use" in raised.value.message
     assert "store.log" in str(raised.value.hint) and f"--resume {run.path}" in str(raised.value.hint)
     assert (run.logs / "store.log").read_text().count("Traceback") >= 2  # it was restarted
+
+
+def test_the_cause_is_told_also_if_other_lines_follow_it(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    begin, cause = "trainer begins, process 7\n", "error: judge: the variable JUDGE_KEY is not set"
+    log.write_text(f"{begin}{cause} {'x' * 700}\nhint: set it\nUnclosed client session\nclient_session: <…>\n")
+    told = last_words(tmp_path, "trainer")
+    assert told.startswith("judge: the variable JUDGE_KEY is not set xxx") and told.endswith(" hint: set it")
+    log.write_text(f"{begin}{cause}\n{begin}half of it\nthe end\n")  # the next process was killed
+    assert last_words(tmp_path, "trainer") == "half of it the end"
 
 
 def test_a_role_that_ran_long_starts_with_a_fresh_count_of_restarts(
