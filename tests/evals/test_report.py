@@ -492,5 +492,7 @@ def test_evaluations_are_shown_by_family_and_with_their_mean_reward(tmp_path: Pa
     summary, text = report(tmp_path, script)
     assert summary["evals"][0]["reward"] == 0.9 and summary["evals"][0]["solved_once"] == 0.5
     cells = [words for words in Page(text).text if words.strip()]
+    script.emit("main", "eval", label="even", **rates, **{**rewards, "reward_low": 0.9, "reward_high": 0.9})
+    assert "0.9" in Page(report(tmp_path, script)[1]).text  # no interval where nothing differs
     for words in ("sums", "<b>", "0.8", "0.9 (0.4 to 1)", "50.0\N{NO-BREAK SPACE}% (k = 2)"):
         assert words in cells, words

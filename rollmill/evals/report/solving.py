@@ -66,7 +66,7 @@ def _result(result: Event) -> list[str]:
         number(finite(result.get("attempts"), 0)),
         f"{percent(rate.value, 1)} ({percent(rate.low, 1)} to {percent(rate.high, 1)})",
         once,
-        f"{number(reward)} ({number(low)} to {number(high)})" if reward == reward else "–",
+        "–" if reward != reward else number(reward) + (f" ({number(low)} to {number(high)})" if low < high else ""),
     ]
 
 
