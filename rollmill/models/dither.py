@@ -6,7 +6,8 @@ would change none of them. Here each half of the way to a neighbour gets half of
 of a step changes one value in ten by a whole step, which is what was meant. The served values do not change:
 quantising the moved values gives the same codes and scales.
 
-Random places depend on seed, name and position alone, so any number of ranks draws the same ones.
+Random places depend on seed, name and position alone, so any number of ranks draws the same ones. Lines one after
+another need other seeds: with the same places, the same few values would take every step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from rollmill.models.kernels.fp8 import BLOCK
 from rollmill.models.quantize import is_quantised, quantises
 
 _PIECE = 1 << 24  # elements drawn at once
-_INSIDE = 0.999  # of the way to a neighbour: at the middle, a tie would round to the even code
 _BITS = {torch.bfloat16: 8, torch.float16: 11}  # significant ones; fp8's codes have 4
 
 
@@ -36,10 +36,13 @@ def dithered(name: str, values: Tensor, form: str, seed: int, first: int = 0) ->
     if values.numel() == 0 or kept not in _BITS:
         return values
     noise = _noise(name, values, seed, first)
+    # of the way to the middle of two neighbours, where a tie would round to the even code; FP32 has to tell them apart
+    bits = 4 if coded else _BITS[kept]
+    noise.mul_(1 - 2.0 ** (bits - 22))
     if not coded:
-        return _between(values, noise, _BITS[kept])
+        return _between(values, noise, bits)
     if form == "fp8":
-        return torch.where(_sets_scale(values), values, _between(values, noise, 4))
+        return torch.where(_sets_scale(values), values, _between(values, noise, bits))
     stacked = values.dim() == 3  # experts are [in, out], and blocks lie along the inputs
     if stacked:
         values, noise = values.transpose(1, 2), noise.transpose(1, 2)
@@ -48,7 +51,7 @@ def dithered(name: str, values: Tensor, form: str, seed: int, first: int = 0) ->
 
 
 def _noise(name: str, like: Tensor, seed: int, first: int) -> Tensor:
-    """FP32 in (−1, 1): a hash of each position, with 24 random bits."""
+    """FP32 from −1 to 1: a hash of each position, with 24 random bits."""
     mask, found = 0xFFFFFFFF, torch.empty(like.numel(), device=like.device)
     key = zlib.crc32(f"{seed} {name}".encode())
     for start in range(0, like.numel(), _PIECE):
@@ -58,7 +61,7 @@ def _noise(name: str, like: Tensor, seed: int, first: int) -> Tensor:
         bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & mask
         bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & mask
         bits ^= bits >> 16
-        found[start:stop] = (bits >> 8).float().add_(0.5).mul_(_INSIDE * 2.0**-23).sub_(_INSIDE)
+        found[start:stop] = (bits >> 8).float().add_(0.5).mul_(2.0**-23).sub_(1)
     return found.view(like.shape)
 
 

@@ -47,6 +47,12 @@ def form_held(weights: WeightStore, version: Version, form: str) -> str:
     return form if weights.exists(version, form) else FORM
 
 
+def form_before_import(weights: WeightStore, version: Version, form: str) -> str | None:
+    """The form that another run had rounded a version to before it was imported in `form` (cluster/start.py)."""
+    origin = weights.manifest(version, form).metadata.get("imported_from")
+    return str(origin.get("form")) if isinstance(origin, dict) else None
+
+
 def _newest(weights: WeightStore, line: str, form: str) -> Manifest | None:
     """The head: every version says where its line began, and the head is never collected."""
     for each in dict.fromkeys((form, FORM)):  # see form_held

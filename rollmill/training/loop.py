@@ -39,6 +39,7 @@ import contextlib
 import math
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple
@@ -57,7 +58,7 @@ from rollmill.training.checkpoint import BUFFER, Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
 from rollmill.training.forms import publisher_of
 from rollmill.training.guard import Move, Sampled, measure_move, within_bounds
-from rollmill.training.lineage import form_held, next_line, published_since, trace_lineage
+from rollmill.training.lineage import form_before_import, form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizer import MasterOptimizer, Update, inherited, learning_rate
@@ -433,13 +434,13 @@ class Trainer(Generic[Batch]):
         return False
 
     def _start_from_version(self, parent: Version) -> None:
-        """Start from published values. An imported checkpoint has more precision than a narrower form that is served
-        now; values of the form itself are moved inside their quantum, or small updates would change nothing."""
+        """Start from published values, each moved inside its quantum, or small updates would change nothing. What an
+        imported checkpoint has more precision of than the form that is served now stays as it is."""
         form = form_held(self._weights, parent, self._form)
         self._placement.load_version(self._model, self._weights, parent, form)
         self._optimizer = self._make_optimizer()
-        if form == self._form:
-            self._optimizer.dither(self._seed)
+        coded = self._form in (form, form_before_import(self._weights, parent, form))
+        self._optimizer.dither(zlib.crc32(f"{self._seed} {self.line} {parent}".encode()), coded)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)

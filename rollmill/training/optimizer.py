@@ -222,10 +222,12 @@ class MasterOptimizer:
         self._placement.round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
 
     @torch.no_grad()
-    def dither(self, seed: int) -> None:
+    def dither(self, seed: int, coded: bool = True) -> None:
         """The masters are served values: move each to a place inside its quantum. What is served stays the same.
-        Collective."""
+        `coded`: also those of matrices with codes; otherwise these are finer than their codes. Collective."""
         for name, master in self._masters.items():
+            if not coded and is_quantised(self._form) and quantises(name, master):
+                continue
             master.copy_(self._placement.dithered(name, master, self._form, seed))
         self._serve()
 

@@ -8,6 +8,7 @@ import torch
 from rollmill.errors import TrainingError, WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import load_host
+from rollmill.models.quantize import dequantised, quantises
 from rollmill.training import state
 from rollmill.training.checkpoint import Checkpoints
 from rollmill.training.config import OptimizerConfig, TrainingConfig
@@ -109,6 +110,47 @@ def test_without_a_checkpoint_masters_are_spread_over_their_quantum(tmp_path: Pa
     load_host(model, world.weights.load(parent, form))
     for name, value in model.named_parameters():
         assert (masters[f"master.{name}"] != value).float().mean() > 0.7, name
+
+
+def test_lines_without_masters_of_their_parents_move_other_values_each_time(tmp_path: Path):
+    """Each time the same places: the same few values would take every step of all lines, and the others none."""
+    world = World(tmp_path)
+    world.trainer().run(0)
+    parent, moved, served = Version("main", 0), [], {name: dict[str, torch.Tensor]() for name in ("second", "third")}
+    for line, found in served.items():
+        for key in world.objects.list("checkpoints"):
+            world.objects.delete(key)
+        parent = second_line(world, parent, line=line).run(0)
+        found.update(saved(world, line, 0))
+        model = Decoder(world.model)
+        load_host(model, world.weights.load(parent))
+        moved.append(found["master.head"] - model.state_dict()["head"])
+    assert world.weights.manifest(parent).digest == world.chain()[0][1], "what is served is the same in all lines"
+    assert abs(float(torch.corrcoef(torch.stack([each.flatten().sign() for each in moved]))[0, 1])) < 0.1
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("rounded", [True, False])
+def test_imported_weights_are_spread_over_the_quantum_that_they_were_rounded_to(
+    tmp_path: Path, form: str, rounded: bool
+):
+    """Layers of a version of another run are still codes after its import as bf16; a bf16 checkpoint has finer ones."""
+    world = World(tmp_path / "other", forms=(form,) if rounded else ("bf16",))
+    own = world.trainer().run(0)
+    tensors = world.weights.load(own, world.forms[0])
+    plain = dict(dequantised(tensors)) if rounded else tensors
+    other = World(tmp_path, forms=(form,))
+    origin = {"run": "r", "version": str(own), "form": world.forms[0], "digest": ""}
+    Publisher(other.weights, "base").publish(0, plain, None, {"imported_from": origin})
+    second_line(other, Version("base", 0)).run(0)
+    model, masters = Decoder(world.model), saved(other, "second", 0)
+    load_host(model, plain)
+    for name, value in model.named_parameters():
+        moves = rounded or not quantises(name, value)
+        assert (masters[f"master.{name}"] != value).float().mean() == pytest.approx(0.85 * moves, abs=0.15), name
+    if rounded:
+        first = other.weights.manifest(Version("second", 0), form)
+        assert first.digest == world.weights.manifest(own, form).digest
 
 
 def test_a_checkpoint_with_other_weights_than_were_published_is_not_used(tmp_path: Path):
