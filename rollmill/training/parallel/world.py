@@ -2,10 +2,10 @@
 
 A rank learns who it is from the variables torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
-A rank that ends closes its connections, and the others stop at once. One that hangs is found by a time-out of each
-collective. It bounds how much later one rank may come to it than another, not a step: a step has many collectives, in
-which ranks meet. What only the first rank does, and may take long (waiting for groups, importing, indexing), goes
-through `from_first_slowly`, which tells the others every now and then to go on waiting.
+A rank that ends closes its connections, and the others stop at once. One that hangs is found by hangs.py.
+`hang_minutes` bounds how much later one rank may come to a collective than another, not a step, which has many. What
+only the first rank does, and may take long (waiting for groups, importing, indexing), goes through
+`from_first_slowly`, which tells the others every now and then to go on waiting.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import contextlib
 import datetime
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rollmill.errors import TrainingError
+from rollmill.training.parallel.hangs import watching
 
-_BEATS = 4  # in the time of a time-out
-_LONGEST_GRACE_S = 180.0  # for the others to say that they wait too
+_BEATS = 4  # in the patience
+_GRACE = 1.5  # torch times out later than hangs.py, which names ranks
 
 T = TypeVar("T")
 
@@ -70,31 +70,9 @@ class World:
             beating.join()
         return _unless_error(self.from_first((True, value))[1])
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """If a collective inside times out, the error names the ranks that did not come to it."""
-        try:
-            yield
-        except RuntimeError as error:  # of torch
-            if "timed out" not in str(error).lower():
-                raise
-            missing, minutes = self._missing(), self._patience.total_seconds() / 60
-            who = f"rank {', '.join(map(str, missing))} did not come" if missing else "their messages did not arrive"
-            raise TrainingError(
-                f"rank {self.rank} waited {minutes:g} minutes for the other ranks: {who}",
-                hint="see the log of that rank, and its stack with py-spy; if it was only slow, raise hang_minutes",
-            ) from error
-
-    def _missing(self) -> list[int]:
-        """The ranks that do not say that they wait too."""
-        self._store.set(f"waits/{self.rank}", "")
-        deadline = time.monotonic() + min(self._patience.total_seconds() / 2, _LONGEST_GRACE_S)
-        missing = list(range(self.size))
-        while missing and time.monotonic() < deadline:
-            with contextlib.suppress(RuntimeError):  # the rank that has the store may be gone
-                missing = [rank for rank in missing if not self._store.check([f"waits/{rank}"])]
-            time.sleep(0.2)
-        return missing
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a rank that hangs ends all ranks within the patience, and is named (hangs.py)."""
+        return watching(self._store, self.rank, self.size, self._patience.total_seconds())
 
     def all(self, value: bool) -> bool:
         """Whether it is true on every rank."""
@@ -151,5 +129,5 @@ def join(
     patience = datetime.timedelta(minutes=hang_minutes)
     meeting, _, _ = next(dist.rendezvous("env://", rank, size, timeout=patience))
     store = dist.PrefixStore(name, meeting)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_GRACE * patience)
     return World(rank, size, store, patience)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollmill.errors import TrainingError
+from rollmill.training.parallel.hangs import late_ranks
 from rollmill.training.parallel.world import World, join
 from tests.processes import SERVER, free_port
 from tests.training.parallel.ranks import be_rank
@@ -20,23 +20,24 @@ TIMEOUT_S = 4.0
 
 
 def _rank(path: Path, rank: int, port: int) -> None:
-    """Rank 0 takes longer than a time-out to have something. Then rank 1 hangs in the middle of a step."""
+    """Rank 0 takes longer than the patience to have something. Then rank 1 hangs in the middle of a step, and rank 0
+    waits for rank 2, which waits for rank 1."""
     be_rank(rank, 3, port)
+    os.dup2(os.open(path / f"{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
     world: World = join("test", torch.device("cpu"), hang_minutes=TIMEOUT_S / 60)
+    pair = dist.new_group([0, 2])
 
     def slow() -> str:
         time.sleep(1.5 * TIMEOUT_S)
         return "groups"
 
-    got, error = world.from_first_slowly(slow), ""
-    try:
-        with world.watched():
-            if rank == 1:
-                signal.pause()
+    with world.watched():
+        (path / f"{rank}.got").write_text(world.from_first_slowly(slow))
+        if rank == 1:
+            signal.pause()
+        if rank == 2:
             dist.all_reduce(torch.ones(1))
-    except TrainingError as raised:
-        error = str(raised)
-    (path / f"{rank}.pickle").write_bytes(pickle.dumps((got, error)))
+        dist.all_reduce(torch.ones(1), group=pair)
 
 
 @pytest.mark.slow
@@ -45,11 +46,18 @@ def test_a_rank_that_hangs_is_named_and_one_that_waits_for_work_is_not(tmp_path:
     processes = [SERVER.Process(target=_rank, args=(tmp_path, rank, port)) for rank in range(3)]
     for process in processes:
         process.start()
-    for rank in (0, 2):
-        processes[rank].join()
-    assert processes[1].is_alive()
-    processes[1].kill()
-    for rank in (0, 2):
-        got, error = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
-        assert got == "groups", "waiting for work is no hang"
-        assert f"rank {rank} waited" in error and "rank 1 did not come" in error and "hang_minutes" in error
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [1, 1, 1], "also the one that hangs; all may start again"
+    assert [(tmp_path / f"{rank}.got").read_text() for rank in range(3)] == ["groups"] * 3, "that was no hang"
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(3)]
+    assert any("did not come" in log for log in logs)
+    for log in logs:
+        assert "did not come" not in log or "for the other ranks: rank 1 did not come\nhint: " in log
+    assert "signal.pause()" in logs[1] or "in _rank" in logs[1], "where it hangs"
+
+
+def test_who_waits_is_not_late() -> None:
+    assert late_ranks([{"all": 7, "pair": 4}, {"all": 6}, {"all": 7, "pair": 3}]) == [1]
+    assert late_ranks([{"all": 7}, {"all": 7}]) == []
+    assert late_ranks([{"a": 2, "b": 1}, {"a": 1, "b": 2}]) == [0, 1], "each waits for the other"
