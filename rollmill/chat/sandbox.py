@@ -1,14 +1,17 @@
 """Runs the chat template of a checkpoint. It is Jinja code from outside: it can compute text, nothing else.
 
 The environment is the one that transformers uses, so a template gives the same text. Bounds are added: on the size of
-the template, of every text it makes, of all these texts together, and on the steps of its loops. A template that
-exceeds one fails as one that is malformed does.
+the template, of every text it makes, of all these texts together, on the steps of its loops, and on its processor time,
+which is looked at before each operation that can take long. A template that exceeds one fails as one that is malformed
+does.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import threading
+import time
 from collections.abc import ItemsView, Iterable, KeysView, Mapping, Sized, ValuesView
 from datetime import datetime
 from typing import Any, NoReturn, cast
@@ -28,7 +31,10 @@ LARGEST_TEMPLATE = 256 << 10  # characters; the largest published ones have some
 LARGEST_TEXT = 64 << 20
 LARGEST_SUM = 512 << 20  # characters that one rendering makes or reads
 MOST_STEPS = 20_000_000  # nodes of loops and macros that one rendering runs
+MOST_SECONDS = 3.0  # of a processor that one rendering takes
 _MOST_BITS = 4096  # of an integer
+_STEPS_PER_LOOK = 14  # bits; looking at the clock takes about a microsecond
+_SHORT_TEXT = 1 << 16  # characters; nothing that is done with such a text takes long
 _SHORTEST_ROUND = 50  # steps; so an empty loop ends early too
 _LONGEST_INDENT = 16
 
@@ -95,9 +101,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_plain)
-        self._steps = self._sum = 0
+        self._thread = threading.local()  # large requests are written in threads of their own
         self._safe: dict[tuple[type, str], bool] = {}
-        self._now = datetime.now()
+        self.begin(datetime.now())  # compiling computes constants
         filters = {name: self.filters[name] for name in _FILTERS}
         filters |= {"tojson": _to_json, "join": _check_join(filters["join"])}
         filters |= {"replace": _check_replace(filters["replace"]), "string": _check_string(filters["string"])}
@@ -118,18 +124,27 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def begin(self, now: datetime) -> None:
         self._steps, self._sum, self._now = 0, 0, now
+        self._thread.began = time.thread_time()
+
+    def _check_time(self) -> None:
+        if time.thread_time() - self._thread.began > MOST_SECONDS:
+            raise SecurityError(f"it takes more than {MOST_SECONDS:.0f} s of a processor")
 
     @pass_context
     def _step(self, context: object, _: object, count: int) -> None:
         """With a context, Jinja does not compute it once and for all when it compiles the template."""
-        self._steps += count
+        before, self._steps = self._steps, self._steps + count
         if self._steps > MOST_STEPS:
             raise SecurityError("it loops too often")
+        if before >> _STEPS_PER_LOOK != self._steps >> _STEPS_PER_LOOK:
+            self._check_time()
 
     def _charge(self, value: Any) -> Any:
         """Adds the length of a text or a list to the sum of this rendering."""
         if isinstance(value, _SIZED):
             length = len(value)
+            if length > _SHORT_TEXT or type(value) is not str:
+                self._check_time()
             self._sum += length if type(value) is str else 8 * length
             if length > LARGEST_TEXT or self._sum > LARGEST_SUM:
                 raise SecurityError(f"it makes more than {LARGEST_TEXT} characters, or {LARGEST_SUM} in all")

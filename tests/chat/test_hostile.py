@@ -186,6 +186,29 @@ def test_a_template_cannot_pass_its_bounds(monkeypatch: pytest.MonkeyPatch, sour
         ChatTemplate(source).render({}, NOW)
 
 
+_LIST = "{% set l = range(99999) | list %}{% for a in range(99999) %}BODY{% endfor %}"
+_PAIRS = "{% set n = namespace(t=(1,), u=(1,)) %}" + 16 * "{% set n.t = (n.t, n.t) %}{% set n.u = (n.u, n.u) %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        _LIST.replace("BODY", "{% set b = l | sort(reverse=true) %}"),
+        _LIST.replace("BODY", "{{ l | max }}{{ l | unique | first }}"),
+        _LIST.replace("BODY", "{% set b = l | tojson %}"),
+        _LIST.replace("BODY", "{% if -1 in l %}{% endif %}"),
+        _PAIRS + "{% if n.t == n.u %}{% endif %}" * 7000,
+        _PAIRS + "{{ n.t | tojson | length }}" * 9000,
+    ],
+)
+def test_a_template_that_does_little_at_great_cost_runs_out_of_time(
+    monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2, raising=False)
+    with pytest.raises(TemplateFailed, match="of a processor"):
+        ChatTemplate(source).render({}, NOW)
+
+
 @pytest.mark.parametrize(
     "source", ["{% if", "{{ 'a' | center(9) }}", "x" * (LARGEST_TEMPLATE + 1), "{{ " + "(" * 9999 + " }}"]
 )
