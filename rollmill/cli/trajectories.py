@@ -1,4 +1,4 @@
-"""`rollmill trajectories list | show | export | admit | forget`: what agents did, who sampled it, how it was graded."""
+"""`rollmill trajectories list | show | export | admit | quarantine | forget`: what agents did, how it was graded."""
 
 from __future__ import annotations
 
@@ -242,6 +242,36 @@ def show(
     elif trajectory is not None:
         transcript.print_conversation(console, trajectory, longest)
     transcript.print_grades(console, store.rewards([row.id])[row.id], store.feedback(row.id), longest)
+
+
+@app.command()
+def quarantine(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)],
+    ids: Annotated[list[str], typer.Argument(metavar="ID", help="ids, or prefixes of them", show_default=False)],
+    reason: Annotated[str, typer.Option(help="why, for those who read it later", show_default=False)] = "",
+    release: Annotated[bool, typer.Option("--release", help="end the quarantine: the reward it had counts")] = False,
+) -> None:
+    """Take trajectories out of training, for a reward that was not deserved. They are kept, counted and shown.
+
+    No later step, admission or export takes them, and their groups are compared without them. What a step has trained
+    on stays learnt. For example:
+
+        rollmill trajectories quarantine runs/demo ID --reason "it deleted the failing test"
+        rollmill trajectories quarantine runs/demo ID --release
+    """
+    if release == bool(reason.strip()):
+        raise ConfigError("--reason, or --release", hint='--reason "it deleted the failing test"')
+    for prefix in ids:
+        _, store, row = _find(prefix, run_dir, None, None)
+        if row.state == "finished":
+            raise TrajectoryError(f"{row.id} is being graded, which ends a quarantine", hint="ask again afterwards")
+        if release:
+            store.release(row.id)
+        else:
+            store.quarantine(row.id, reason)
+        steps = [f"step {entry.step} of {entry.run}" for entry in store.entries(row.id) if entry.state == "trained"]
+        learnt = f"; {', '.join(steps)} has learnt from it" if steps and not release else ""
+        typer.echo(f"{row.id}: {'released' if release else 'quarantined'}{learnt}")
 
 
 @app.command()

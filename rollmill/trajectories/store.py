@@ -52,6 +52,12 @@ _LEASED = sa.select(ledger.c.trajectory).where(
 _DELETED = trajectories.update().where(among(trajectories.c.id, "ids")).values(state=TrajectoryState.deleted.value)
 _ERASED = trajectories.update().where(among(trajectories.c.id, "ids")).values(payload_key=None, submission_key=None)
 _EMPTIED = feedback.update().where(among(feedback.c.trajectory, "ids")).values(data="{}")
+_RELEASE = (
+    trajectories.update()
+    .where(trajectories.c.id == bindparam("key"), trajectories.c.reward_id.is_not(None))
+    .where(trajectories.c.state == TrajectoryState.quarantined.value)
+    .values(state=TrajectoryState.graded.value, reason=None)
+)
 _ENTRIES = (
     sa.select(ledger.c.run, ledger.c.state, ledger.c.step, ledger.c.reason, groups.c.origin)
     .join_from(ledger, groups, (ledger.c.run == groups.c.run) & (ledger.c.group_id == groups.c.id))
@@ -150,8 +156,20 @@ class TrajectoryStore:
         return writing(self._engine, lambda connection: connection.execute(query).rowcount)
 
     def quarantine(self, id: str, reason: str) -> None:
-        """Keep it, but do not train on it until it is graded again."""
-        self._move(id, TrajectoryState.quarantined, reason)
+        """Keep it, but do not train on it until it is released or graded again. TrajectoryError while a step that has
+        it is not committed: a restart would train on it."""
+
+        def work(connection: sa.Connection) -> None:
+            move_trajectory(connection, id, TrajectoryState.quarantined, reason)
+            _check_not_leased(connection, id, "quarantine it after that step is committed: the step has it already")
+
+        writing(self._engine, work)
+
+    def release(self, id: str) -> None:
+        """End a quarantine: it is graded again, with the reward it had. TrajectoryError if it has none."""
+        if writing(self._engine, lambda connection: connection.execute(_RELEASE, {"key": stored(id)})).rowcount == 0:
+            row = self.get(id)
+            raise TrajectoryError(f"{id} is {row.state}, with reward {row.reward}, and cannot be released")
 
     def delete(self, id: str) -> None:
         """Delete its payload and submission. The row stays, so that every report still adds up."""
@@ -160,12 +178,9 @@ class TrajectoryStore:
             move_trajectory(connection, id, TrajectoryState.deleted, None)
             # numbers stay; what people wrote does not
             connection.execute(feedback.update().where(feedback.c.trajectory == id).values(data="{}"))
-            lease = connection.execute(_LEASE, {"key": id}).first()
-            if lease is not None:
-                raise TrajectoryError(
-                    f"{id} is leased to step {lease.step} of run {lease.run!r}",
-                    hint="delete it after that step is committed: until then a restart needs its payload",
-                )
+            _check_not_leased(
+                connection, id, "delete it after that step is committed: until then a restart needs its payload"
+            )
 
         writing(self._engine, work)
         self._erase([id])
@@ -309,3 +324,10 @@ def _delete_free(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
     connection.execute(_DELETED, free)
     connection.execute(_EMPTIED, free)  # numbers stay; what people wrote does not
     return leased
+
+
+def _check_not_leased(connection: sa.Connection, id: str, hint: str) -> None:
+    """TrajectoryError if a step that is not committed has it."""
+    lease = connection.execute(_LEASE, {"key": id}).first()
+    if lease is not None:
+        raise TrajectoryError(f"{id} is leased to step {lease.step} of run {lease.run!r}", hint=hint)

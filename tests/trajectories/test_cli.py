@@ -85,6 +85,26 @@ def test_list(run: RunDirectory) -> None:
     assert "no trajectories match" in call("list", "--state", "quarantined")
 
 
+def test_a_person_takes_a_trajectory_out_of_training_and_back(run: RunDirectory) -> None:
+    assert (
+        call("quarantine", run.path, "demo-1-0", "--reason", "it deleted the test").strip() == "demo-1-0: quarantined"
+    )
+    told = call("list", run.path, "--state", "quarantined")
+    assert "it deleted the test" in told and listed(run.path, "--state", "quarantined") == ["demo-1-0"]
+    assert "it deleted the test" in call("show", "demo-1-0", run.path)
+    assert "left out: 1 quarantined" in call("export", run.path, "all.jsonl", "--everything")
+    assert call("quarantine", run.path, "demo-1-0", "--release").strip() == "demo-1-0: released"
+    assert "demo-1-0" in listed(run.path, "--state", "graded")
+    with pytest.raises(ConfigError, match="--reason, or --release"):
+        call("quarantine", run.path, "demo-1-0")
+    with pytest.raises(TrajectoryError, match="demo-1-1 is failed"):
+        call("quarantine", run.path, "demo-1-1", "--reason", "no")
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    store.finish("demo-1-3", "trajectories/lost", None, tokens=9, sampled_tokens=4, segments=1)
+    with pytest.raises(TrajectoryError, match="demo-1-3 is being graded"):
+        call("quarantine", run.path, "demo-1-3", "--reason", "no")
+
+
 def listed(*arguments: Any) -> list[str]:
     return [json.loads(line)["id"] for line in call("list", "--json", *arguments).splitlines()]
 

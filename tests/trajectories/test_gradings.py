@@ -1,4 +1,4 @@
-"""Several gradings of one trajectory, and what counts as solved."""
+"""Several gradings of one trajectory, what counts as solved, and what is taken out of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, Version
-from tests.trajectories.test_ledger import record, settle, start
+from tests.trajectories.test_ledger import assert_adds_up, record, settle, start
 from tests.trajectories.test_migrations import restore
 
 SEVERAL = Reward(0.7, {"solved": 1.0, "tests": 1.0, "length": -0.3})  # solved, though the sum is below 1
@@ -88,6 +88,33 @@ def test_no_step_mixes_two_gradings(engine: sa.Engine, store: TrajectoryStore, l
     assert not graded and {state for state, _ in excluded.values()} == {LedgerState.dropped}
     assert "graded again" in excluded["a-0"][1]
     ledger.write_step(record(ledger, 1, "a", trajectories=new))
+
+
+def test_a_quarantine_takes_a_trajectory_out_of_its_group_and_no_step_loses_one(
+    store: TrajectoryStore, ledger: Ledger, engine: sa.Engine
+) -> None:
+    for group in "ab":
+        start(ledger, group, size=3)
+        settle(store, ledger, group)
+    store.quarantine("a-1", "it read the hidden tests")
+    baseline = GroupBaseline(leave_one_out=False)
+    graded, excluded = weigh_groups(ledger.members(["a"]), baseline, lambda rows: False)
+    assert {id: advantage for id, (_, _, advantage) in graded.items()} == {"a-0": 0.5, "a-2": -0.5}
+    assert excluded == {"a-1": (LedgerState.dropped, "quarantined: it read the hidden tests")}
+    with pytest.raises(TrajectoryError, match=r"a-0 is graded, with reward 1\.0, and cannot be released"):
+        store.release("a-0")
+    store.release("a-1")
+    row = store.get("a-1")
+    assert (row.state, row.reason, row.reward) == ("graded", None, 0.0)
+    assert len(weigh_groups(ledger.members(["a"]), baseline, lambda rows: False)[0]) == 3
+    ledger.write_step(record(ledger, 1, "b"))
+    with pytest.raises(TrajectoryError, match="b-0 is leased to step 1"):
+        store.quarantine("b-0", "too late")
+    assert store.get("b-0").state == "graded" and store.get("b-0").reason is None
+    ledger.commit_step(1, Version("rl", 1), "digest")
+    store.quarantine("b-0", "for exports and other runs")
+    assert store.get("b-0").state == "quarantined" and ledger.counts()["trained"] == 3
+    assert_adds_up(ledger, engine)
 
 
 @pytest.mark.parametrize(("parts", "solved"), [('{"tests":1.0}', True), ('{"solved":0.0,"style":1.0}', False)])
