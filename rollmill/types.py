@@ -25,6 +25,8 @@ import numpy as np
 TrafficClass = Literal["production", "rollout"]
 Cause = Literal["start", "summary", "edit", "sub_agent", "retry", "fork", "template"]
 FinishReason = Literal["stop", "length", "abort"]
+# what `length` means, for people
+CUT = "cut off by rollouts.max_answer_tokens, the request's max_tokens or the end of the context"
 
 
 @dataclass(frozen=True, order=True)

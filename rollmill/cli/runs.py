@@ -58,7 +58,7 @@ def runs(
         table.add_column(column, justify="right" if column in ("age", "size") else "left", overflow="fold")
     for row in rows:
         size = _size(row["bytes"])
-        table.add_row(row["run"], row["state"], row["progress"], row["result"], _age(row["age_s"]), size)
+        table.add_row(row["run"], row["state"], row["progress"], row["result"], age(row["age_s"]), size)
     console().print(table)
 
 
@@ -88,7 +88,7 @@ def status(directory: Directory) -> None:
         table.add_row(name, by)
     if decisions := read_decisions(run):
         table.add_row("balance", describe(decisions[-1]))
-    table.add_row("age, size", f"{_age(state.age_s)}, {_size(bytes_of(run.path))}")
+    table.add_row("age, size", f"{age(state.age_s)}, {_size(bytes_of(run.path))}")
     for name in ("report.html", "logs"):
         if (run.path / name).exists():
             table.add_row(name.partition(".")[0], str(run.path / name))
@@ -290,7 +290,7 @@ def _facts_table() -> Table:
     return table
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollmill.cli.runs import age
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def list_sessions(
     if not found:
         typer.echo("no session yet; `rollmill serve` or a training opens them")
         return
-    rows = [{**each, "session": each["name"], "last answer": _age(each["answered_at"])} for each in found]
+    rows = [{**each, "session": each["name"], "last answer": _since(each["answered_at"])} for each in found]
 
     def make(columns: list[str]) -> Table:
         table = display.table(*columns, numbers=("turns", "tokens", "segments"))
@@ -78,6 +79,7 @@ def show(
     """
     from rollmill.cluster.naming import open_with_index
     from rollmill.gateway.sessions.overview import describe_segments, describe_session
+    from rollmill.types import CUT
 
     for each in _open_sessions(open_with_index(run_dir)):
         if session in (each.name, each.facts.trajectory):
@@ -88,7 +90,7 @@ def show(
                 origin = f", after {segment['shared_tokens']} tokens of {parent}" if parent else ""
                 typer.echo(
                     f"segment {segment['segment']} ({segment['cause']}{origin}): {segment['turns']} turns, "
-                    f"{segment['tokens']} tokens, {segment['finish']}"
+                    f"{segment['tokens']} tokens, {CUT if segment['finish'] == 'length' else segment['finish']}"
                 )
             return
     raise ConfigError(
@@ -133,5 +135,5 @@ def _ended(run: RunDirectory, count: int, still_open: set[str]) -> list[dict[str
     ][:count]
 
 
-def _age(at: float | None) -> str:
-    return "" if at is None else f"{max(0.0, time.time() - at):.0f} s ago"
+def _since(at: float | None) -> str:
+    return "" if at is None else f"{age(max(0.0, time.time() - at))} ago"

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.trajectories.rows import FeedbackRow, LedgerEntry, TrajectoryRow
-from rollmill.types import Reward, Segment, Span, Trajectory
+from rollmill.types import CUT, Reward, Segment, Span, Trajectory
 
 STATES = {
     "running": "blue",
@@ -203,7 +203,7 @@ def _answer_note(answer: SampledAnswer) -> str:
         parts.append(f"mean probability {math.exp(float(segment.logprobs[start:end].mean())):.2f}")
     parts += dict.fromkeys(f"{span.engine} ({span.region})" for span in spans)
     parts.append(duration(spans[-1].ended_at - spans[0].started_at))
-    parts.append({"stop": "", "length": "cut at the limit", "abort": "aborted"}[spans[-1].finish])
+    parts.append({"stop": "", "length": CUT, "abort": "aborted"}[spans[-1].finish])
     return " · ".join(part for part in parts if part)
 
 

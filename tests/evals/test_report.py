@@ -312,6 +312,13 @@ def test_a_context_of_many_turns_is_cut() -> None:
     assert "1 more contexts are left out" in text
 
 
+def test_an_answer_that_was_cut_off_names_what_limits_it() -> None:
+    cut = trajectory(True, [3])
+    assert "max_answer_tokens" not in conversation("Whole", cut, decode)
+    cut.segments[0].spans[-1].finish = "length"
+    assert "cut off by rollouts.max_answer_tokens, the request" in conversation("Cut", cut, decode)
+
+
 def test_an_answer_continued_elsewhere_is_one_answer() -> None:
     moved = trajectory(True, [3])
     spans = moved.segments[0].spans

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollmill.evals.report.markup import Markup, tag
 from rollmill.evals.report.scales import number, percent
-from rollmill.types import PolicyRef, Reward, Segment, Span, Trajectory
+from rollmill.types import CUT, PolicyRef, Reward, Segment, Span, Trajectory
 
 Decode = Callable[[Sequence[int]], str]
 MAX_TEXT, MAX_TURNS, MAX_TOKENS = 6000, 200, 4000
@@ -175,7 +175,7 @@ def _turn(
     if answer is not None and decode is not None:
         body.append(_tokens(answer, colours, decode))
     note = _answer_note(answer) if answer is not None else str(message.get("name") or "")
-    head = tag("div", tag("b", ROLES.get(role, role)), tag("small", _cut(note, 120)), class_="who")
+    head = tag("div", tag("b", ROLES.get(role, role)), tag("small", _cut(note, 200)), class_="who")
     return tag("li", head, tag("div", body, class_="said"), class_=f"turn {role if role in ROLES else 'other'}")
 
 
@@ -225,7 +225,7 @@ def _answer_note(answer: SampledTurn) -> str:
         parts.append("mean log-prob " + f"{sum(logprobs) / len(logprobs):.2f}".replace("-", "−"))
     parts.append(" → ".join(dict.fromkeys(span.engine for span in answer.spans)))
     if answer.spans[-1].finish != "stop":
-        parts.append({"length": "cut at the limit", "abort": "aborted"}[answer.spans[-1].finish])
+        parts.append({"length": CUT, "abort": "aborted"}[answer.spans[-1].finish])
     return " · ".join(parts)
 
 
