@@ -18,6 +18,8 @@ Call = tuple[str, str]  # name and arguments; the arguments are JSON if the call
 
 _NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
 _KEYS = ("arguments", "parameters")
+# what stands before the arguments in the usual layout of a call; its group is the name
+CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 class CallFamily(Protocol):
@@ -86,12 +88,17 @@ def call_of(value: Any) -> Call | None:
 
 
 def parse_call(body: str) -> Call:
-    """A call from its JSON text. A malformed one keeps its raw text as arguments."""
+    """A call from its JSON text, with its arguments as the model wrote them. A malformed one keeps its raw text, from
+    the arguments on if they can be found."""
+    begun = CALL_HEAD.match(body)
     try:
-        call = call_of(read_json(body))
+        value = read_json(body)
+        if begun is None:
+            return call_of(value) or malformed(body)
+        _, end = json.JSONDecoder().raw_decode(body, begun.end())
     except ValueError:
-        call = None
-    return call or malformed(body)
+        return malformed(body) if begun is None else (begun[1], body[begun.end() :])
+    return begun[1], body[begun.end() : end]
 
 
 def malformed(body: str) -> Call:

@@ -12,7 +12,7 @@ A conversation grows in two ways only, so nothing in the context is rendered twi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rollmill.chat.tokenizer import TextStream, Tokenizer
@@ -29,6 +29,14 @@ class CallMark(NamedTuple):
 
     text: str
     ends: bool = True
+
+
+class CallPiece(NamedTuple):
+    """What is new of a call while it is sampled."""
+
+    number: int  # of the call in its answer, from 0
+    name: str
+    text: str  # of the arguments
 
 
 class DocumentMarks(NamedTuple):
@@ -121,6 +129,7 @@ class ContentStream:
     hold_blank   hold back blanks at the end, because `parse` drops them before calls
     silent       an answer that begins with one of these may be a call as a whole, so nothing is streamed
     frames       the text is behind one of these, if there are any; an answer that begins otherwise has none
+    calls        reads what follows the text: see call_stream.py
     """
 
     def __init__(
@@ -134,8 +143,10 @@ class ContentStream:
         silent: Sequence[str] = (),
         thinking: Thinking | None = None,
         frames: Sequence[str] = (),
+        calls: Callable[[str], list[CallPiece]] | None = None,
     ) -> None:
         self._start = start
+        self._calls = calls
         self._frames = tuple(frames)
         self._ends = ends
         self._drop_blank = drop_blank
@@ -146,20 +157,26 @@ class ContentStream:
         self._held = ""
         self._closed = False
         self.reasoning = ""  # what the last `push` found of the reasoning
+        self.calls: list[CallPiece] = []  # and of calls
 
     def push(self, tokens: Sequence[int]) -> str:
         """Returns the text that can no longer change."""
         if tokens and self._start is not None:
             self._closed = tokens[0] != self._start  # an answer without a text part
             self._start, tokens = None, tokens[1:]
-        self.reasoning = ""
+        self.reasoning, self.calls = "", []
         if self._closed:
+            if self._calls is not None:
+                self.calls = self._calls(self._text.push(tokens))
             return ""
         text = self._text.push(tokens)
         if self._reasoning is not None:
             self.reasoning, text = self._reasoning.push(text)
         self._held += text
-        return self._release()
+        text = self._release()
+        if self._closed and self._calls is not None:
+            self.calls = self._calls(self._held)
+        return text
 
     def _enter_frame(self) -> bool:
         """Whether the text has begun. Drops the frame before it."""
@@ -184,7 +201,7 @@ class ContentStream:
             self._closed = True
             cut = min(found)
         else:
-            cut = len(self._held) - max((_overlap(self._held, end) for end in self._ends), default=0)
+            cut = len(self._held) - max((overlap(self._held, end) for end in self._ends), default=0)
         if self._hold_blank:
             cut = len(self._held[:cut].rstrip())
         if (self._drop_blank or self._silent) and not self._held[:cut].strip():
@@ -236,7 +253,7 @@ class _ReasoningStream:
             return reasoning
         if not self._sure:
             return ""
-        cut = len(self._held) - max(_overlap(self._held, end) for end in self._ends)
+        cut = len(self._held) - max(overlap(self._held, end) for end in self._ends)
         for end in self._ends:  # an answer that ends inside its reasoning
             found = self._held.find(end)
             cut = min(cut, found) if found >= 0 else cut
@@ -264,7 +281,7 @@ def message_calls(message: Message) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest suffix of `text` that is a prefix of `mark`."""
     at = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
     while at >= 0:

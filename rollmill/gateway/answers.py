@@ -88,7 +88,7 @@ class AnswerBuilder:
         assert self.finish is not None, "an answer is built once it has ended"
         message = self._plain_message() if format is None else format.parse(self.tokens, tools)
         for index, call in enumerate(message.get("tool_calls") or ()):
-            call["id"] = f"call_{self._offset}_{index}"  # unique in its context, and the same after a replay
+            call["id"] = call_id(self._offset, index)
         if self._cut is not None and message["content"]:
             message["content"] = message["content"].partition(self._cut)[0]
         return Answer(
@@ -170,6 +170,11 @@ class AnswerBuilder:
                 return number
         self._policies.append(policy)
         return len(self._policies) - 1
+
+
+def call_id(offset: int, number: int) -> str:
+    """Of a call in the answer at this position: unique in its context, and the same after a replay."""
+    return f"call_{offset}_{number}"
 
 
 class _EngineShare:

@@ -64,6 +64,15 @@ class TokenLogprob(NamedTuple):
     best: Sequence[tuple[str, float]] = ()
 
 
+class NewCall(NamedTuple):
+    """What is new of a tool call."""
+
+    id: str
+    number: int  # in its answer
+    name: str
+    text: str  # of the arguments
+
+
 @dataclass
 class Delta:
     """A piece of a streamed answer. `tokens` are new since the last piece; their text may come later."""
@@ -72,9 +81,7 @@ class Delta:
     reasoning: str = ""
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()  # one per token, if the client asked for log-probs
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.tokens)
+    calls: Sequence[NewCall] = ()  # for dialects whose arguments are a text; `finish` tells the rest
 
 
 @dataclass
@@ -118,7 +125,7 @@ class StreamWriter(Protocol):
         ...
 
     def finish(self, reply: Reply) -> bytes:
-        """What follows the last delta: tool calls, the reason of the end, usage."""
+        """What follows the last delta: what remains of tool calls, the reason of the end, usage."""
         ...
 
     def error(self, error: GatewayError) -> bytes:

@@ -12,7 +12,8 @@ from aiohttp import web
 from rollmill.chat.format import ChatFormat, ContentStream
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
-from rollmill.gateway.dialect import Delta, Dialect, Identity, ModelRequest, Reply, TokenLogprob
+from rollmill.gateway.answers import call_id
+from rollmill.gateway.dialect import Delta, Dialect, Identity, ModelRequest, NewCall, Reply, TokenLogprob
 
 _BUFFERED = 32 << 10  # bytes that a transport takes without waiting for the client
 Best = Sequence[Sequence[tuple[int, float]]]  # (token, log-prob) of the most likely tokens, per sampled token
@@ -99,14 +100,15 @@ class EventStream:
             self._sent[index].write(text)
         if reasoning:
             self._reasoned[index].write(reasoning)
-        data = self._writer.delta(index, Delta(text, reasoning, tokens, told))
+        calls = [NewCall(call_id(self.prompt_tokens, call.number), *call) for call in content.calls]
+        data = self._writer.delta(index, Delta(text, reasoning, tokens, told, calls))
         if last:
             self._held = data
         else:
             await self._write(data)
 
     async def finish(self, reply: Reply) -> bool:
-        """Sends the remaining text, the tool calls and the end. Returns False if the client had disconnected."""
+        """Sends the rest of the text and of tool calls, and the end. Returns False if the client had disconnected."""
         if all(answer.finish == "abort" for answer in reply.answers):
             return True  # the client closed the stream: a repeated request gets a new answer
         data = self._held

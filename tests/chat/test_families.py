@@ -79,7 +79,7 @@ def test_any_tokens_parse_and_stream(name: str, data: st.DataObject) -> None:
 
 
 TEXTS: dict[FamilyName, tuple[str, tuple[str, str]]] = {
-    "hermes": ('<tool_call>\n{"name": "read", "arguments": {"pa', ("read", '{"name": "read", "arguments": {"pa')),
+    "hermes": ('<tool_call>\n{"name": "read", "arguments": {"pa', ("read", '{"pa')),
     "qwen-coder": (
         "<tool_call>\n<function=read>\n<parameter=path>\na.py",
         ("read", "<function=read>\n<parameter=path>\na.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -145,3 +146,61 @@ def test_blanks_before_a_call_are_no_content(hermes_tokenizer: Tokenizer) -> Non
     assert format.parse(tokens, TOOLS)["content"] is None
     answer = format.content_stream()
     assert [answer.push([token]) for token in tokens] == [""] * len(tokens)
+
+
+_MARKS = ("<tool_call>", "</tool_call>", "<|im_end|>")
+_calls = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [*_MARKS, "\n", " ", '{"name": "run", "arguments": ', '{"name":"a","parameters":', "}", '"id": 1']
+        ),
+        st.sampled_from(
+            ['{"a": ', '"x', '"', "\\", "\\u00e9", "é😀", "[1, ", "]", "{", "}}", ", ", '{"a":"<|im_end|>b"}']
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        ).map(lambda value: json.dumps({"name": "run", "arguments": {"a": value}}, indent=1)),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(before=st.sampled_from(["", "\n", "Look: ", "a <|im_end|> b"]), text=_calls, size=st.integers(1, 7))
+def test_streamed_arguments_begin_the_arguments_of_the_whole_answer(
+    hermes_tokenizer: Tokenizer, before: str, text: str, size: int
+) -> None:
+    format = format_of(hermes_tokenizer)
+    tokens: list[int] = []
+    for piece in re.split("(</?tool_call>)", f"{before}<tool_call>\n{text}"):
+        special = hermes_tokenizer.find_token(piece)
+        tokens += [special] if special is not None else hermes_tokenizer.encode(piece)
+    calls = format.parse(tokens, TOOLS)["tool_calls"]
+    answer, told = format.content_stream(), dict[int, tuple[str, str]]()
+    for at in range(0, len(tokens), size):
+        answer.push(tokens[at : at + size])
+        for number, name, more in answer.calls:
+            assert told.get(number, (name, ""))[0] == name
+            told[number] = name, told.get(number, ("", ""))[1] + more
+    assert list(told) == list(range(len(told)))
+    for number, (name, arguments) in told.items():
+        whole = calls[number]["function"]
+        assert whole["name"] == name and whole["arguments"].startswith(arguments)
+
+
+def test_arguments_are_streamed_as_they_come(hermes_tokenizer: Tokenizer) -> None:
+    """All but what may still end the call. They are told as the model wrote them, not as Python would write them."""
+    format, given = format_of(hermes_tokenizer), '{"path":"a.py", "text" : "x = \\u00e9\\n}"}'
+    start, end = map(hermes_tokenizer.token_id, ("<tool_call>", "</tool_call>"))
+    head, tail = '{"name": "edit", "arguments": ', "}"
+    tokens = [start, *hermes_tokenizer.encode(f"{head}{given}{tail}\n"), end]
+    (call,) = format.parse(tokens, TOOLS)["tool_calls"]
+    assert call["function"] == {"name": "edit", "arguments": given}
+    answer, shown = format.content_stream(), ""
+    for count, token in enumerate(tokens, 1):
+        answer.push([token])
+        shown += "".join(piece.text for piece in answer.calls)
+        so_far = hermes_tokenizer.decode(tokens[:count]).partition(head)[2][: len(given)]
+        assert so_far.startswith(shown) and not so_far[len(shown) :].strip().strip("\ufffd")
+    assert shown == given

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
@@ -261,3 +263,60 @@ async def test_an_error_after_a_heartbeat_is_told_in_the_stream(mill: Mill, answ
     async with door.http.post(f"{door.url}/v1/chat/completions", json=body, headers=headers) as response:
         told = await response.read()
     assert response.status == 200 and b": heartbeat" in told and b'"error"' in told
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "anthropic"])
+async def test_arguments_are_told_while_they_are_sampled(mill: Mill, dialect: str) -> None:
+    """By dialects whose arguments are a text. What the client has in the end is the record, byte by byte; also of a
+    call whose JSON breaks off."""
+    stage = Stage(mill, "x")
+    written = [
+        '{"name": "bash", "arguments": {"command":"ls \\u00e9", "all" : [1,2]}}',
+        '{"name": "bash", "arguments": {"c',
+    ]
+    marks = [mill.tokenizer.token_id(mark) for mark in ("<tool_call>", "</tool_call>", "<|im_end|>")]
+    first, second = ([marks[0], *mill.tokenizer.encode(text), marks[1]] for text in written)
+    stage.engine.answers[:] = stage.tokens[:] = [[*mill.tokenizer.encode("See."), *first, *second, marks[2]]]
+    stage.engine.hold_after = len(stage.tokens[0]) - 8
+    door, key = await stage.open()
+    calls: dict[int, list[str]] = {}
+    async with asyncio.timeout(120):  # against hangs only
+        async for number, text in _streamed(dialect, door, key):
+            calls.setdefault(number, []).append(text)
+            stage.engine.release.set()  # the engine goes on once something was told
+    told = ["".join(each) for number, each in calls.items() if number >= 0]
+    trajectory = await door.seal("a")
+    stage.check(trajectory, "start")
+    recorded = [call["function"]["arguments"] for call in trajectory.messages[-1]["tool_calls"]]
+    assert recorded == ['{"command":"ls \\u00e9", "all" : [1,2]}', '{"c']
+    if dialect == "anthropic":
+        assert [json.loads(each) for each in told] == [json.loads(recorded[0]), {"malformed_arguments": recorded[1]}]
+    else:
+        assert told == recorded
+        assert len(next(iter(calls.values()))) > 5
+
+
+async def _streamed(dialect: str, door: Door, key: str) -> AsyncIterator[tuple[int, str]]:
+    """The arguments of calls, by the number of the call, as the client of the dialect reads them. Anthropic's client is
+    told calls at the end: their input is an object, so a call that turns out not to be JSON has to be wrapped whole.
+    """
+    ask: dict[str, Any] = {"model": "rollmill", "stream": True}
+    if dialect == "anthropic":
+        async with anthropic.AsyncAnthropic(base_url=door.url, api_key=key) as sdk:
+            tools: Any = [{"name": "bash", "input_schema": {"type": "object"}}]
+            async for event in await sdk.messages.create(**ask, max_tokens=999, messages=[user("x")], tools=tools):
+                if event.type == "ping" or (event.type == "content_block_delta" and event.delta.type == "text_delta"):
+                    yield -1, ""
+                elif event.type == "content_block_delta" and event.delta.type == "input_json_delta":
+                    yield event.index, event.delta.partial_json
+        return
+    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key=key) as sdk:
+        if dialect == "responses":
+            async for item in await sdk.responses.create(**ask, input="x", tools=[BASH]):
+                if item.type == "response.function_call_arguments.delta":
+                    yield item.output_index, item.delta
+        else:
+            tools = [{"type": "function", "function": {"name": "bash"}}]
+            async for piece in await sdk.chat.completions.create(**ask, messages=[user("x")], tools=tools):
+                for call in piece.choices[0].delta.tool_calls or []:
+                    yield call.index, call.function.arguments

@@ -17,6 +17,7 @@ class HermesCalls:
     ends: tuple[str, ...] = (START,)
     silent: tuple[str, ...] = ()
     call_mark: CallMark | None = CallMark(END)
+    streamed = (START, END)
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, *bodies = text.split(START)

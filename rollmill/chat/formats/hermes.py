@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from rollmill.chat.call_stream import call_stream
 from rollmill.chat.calls import write_call
 from rollmill.chat.families.hermes import HermesCalls
 from rollmill.chat.format import ContentStream, DocumentMarks, Message, Tool, assistant_message, message_calls
@@ -85,9 +86,9 @@ class HermesFormat:
         return assistant_message(content if content.strip() or not calls else None, calls)
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
-        return ContentStream(
-            self._tokenizer, ends=("<tool_call>", "<|im_end|>", "<|endoftext|>", *stops), drop_blank=True
-        )
+        closings = ("<|im_end|>", "<|endoftext|>")
+        calls = call_stream(_CALLS, closings)
+        return ContentStream(self._tokenizer, ends=("<tool_call>", *closings, *stops), drop_blank=True, calls=calls)
 
     def _write_system(self, writer: _Writer, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""

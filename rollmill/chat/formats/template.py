@@ -20,6 +20,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from rollmill.chat.call_stream import call_stream
 from rollmill.chat.calls import CallFamily, FramedText, closings_of
 from rollmill.chat.families.choice import family_of
 from rollmill.chat.fitting import SampledIds
@@ -143,7 +144,7 @@ class TemplateFormat:
         return assistant_message((content.rstrip() or None) if calls else content, calls, reasoning)
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
-        closing = (self._tokenizer.decode([token]) for token in self.stop_tokens)
+        closing = [self._tokenizer.decode([token]) for token in self.stop_tokens]
         return ContentStream(
             self._tokenizer,
             ends=(*self.family.ends, *closing, *stops),
@@ -152,6 +153,7 @@ class TemplateFormat:
             silent=self.family.silent,
             thinking=self.writer.thinking,
             frames=self.family.frames if isinstance(self.family, FramedText) else (),
+            calls=call_stream(self.family, closing),
         )
 
     def _write(

@@ -11,7 +11,7 @@ from typing import Any
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object, short, to_bytes
-from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply
+from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, NewCall, Reply
 from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.grammars import read_forced, read_schema
 
@@ -104,6 +104,7 @@ class ChunkWriter:
         self._request = request
         self._head = _head(request, identity, "chat.completion.chunk")
         self._before = b"data: " + to_bytes(self._head)[:-1] + b","  # the same in all events
+        self._sent: dict[tuple[int, int], int] = {}  # (answer, call) -> characters of its arguments
 
     def start(self, prompt_tokens: int) -> bytes:
         return b"".join(
@@ -111,10 +112,11 @@ class ChunkWriter:
         )
 
     def delta(self, index: int, delta: Delta) -> bytes:
+        events = b"".join(self._call(index, call) for call in delta.calls)
         if self._request.logprobs and delta.tokens:
             logprobs = {"content": openai.token_logprobs(delta.logprobs), "refusal": None}
-            return self._event(index, _piece(delta), logprobs=logprobs)
-        return self._event(index, _piece(delta)) if delta.text or delta.reasoning else b""
+            return self._event(index, _piece(delta), logprobs=logprobs) + events
+        return (self._event(index, _piece(delta)) if delta.text or delta.reasoning else b"") + events
 
     def heartbeat(self) -> bytes:
         return openai.HEARTBEAT
@@ -122,11 +124,10 @@ class ChunkWriter:
     def finish(self, reply: Reply) -> bytes:
         events = b""
         for index, answer in enumerate(reply.answers):
-            calls = answer.message.get("tool_calls") or []
-            if calls:
-                events += self._event(
-                    index, {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
-                )
+            for number, call in enumerate(answer.message.get("tool_calls") or []):
+                rest = call["function"]["arguments"][self._sent.get((index, number), 0) :]
+                if rest or (index, number) not in self._sent:
+                    events += self._call(index, NewCall(call["id"], number, call["function"]["name"], rest))
             events += self._event(index, {}, openai.finish_reason(answer), rollmill=reply.about)
         if reply.request.options.get("include_usage"):
             events += fields.event({**self._head, "choices": [], "usage": openai.usage(reply)})
@@ -134,6 +135,14 @@ class ChunkWriter:
 
     def error(self, error: GatewayError) -> bytes:
         return fields.event(openai.error_body(error))
+
+    def _call(self, index: int, call: NewCall) -> bytes:
+        known = self._sent.get((index, call.number))
+        self._sent[index, call.number] = (known or 0) + len(call.text)
+        piece: dict[str, Any] = {"index": call.number, "function": {"arguments": call.text}}
+        if known is None:
+            piece |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+        return self._event(index, {"tool_calls": [piece]})
 
     def _event(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None, **extra: Any

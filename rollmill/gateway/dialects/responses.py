@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +121,8 @@ class ItemWriter:
     def __init__(self, request: ModelRequest, identity: Identity) -> None:
         self._head = _head(request, identity)
         self._id = identity.id
+        self._options = request.options
+        self._calls: dict[int, tuple[int, int]] = {}  # number -> place in the output, characters sent
         self._sequence = -1
         self._index = -1
         self._open: dict[str, Any] | None = None  # the item that is being written
@@ -144,14 +146,20 @@ class ItemWriter:
             events += self._enter(_message_item(self._id, "", []), "content")
             logprobs = openai.token_logprobs(delta.logprobs)
             events += self._piece("response.output_text", delta.text, logprobs=logprobs)
+        for call in delta.calls:
+            # the input of a custom tool is a part of the arguments; calls begin in their order
+            if call.name not in self._options["custom"] and call.number <= len(self._calls):
+                function = {"name": call.name, "arguments": call.text}
+                item = _call_item(self._id, self._options, call.number, {"id": call.id, "function": function})
+                events += self._leave() + self._call(call.number, item)
         return events
 
     def finish(self, reply: Reply) -> bytes:
         events = self._leave()
         body = _completed(reply)
-        for item in body["output"]:
-            if item["type"] in ("function_call", "custom_tool_call"):
-                events += self._call(item)
+        items = [item for item in body["output"] if item["type"] in ("function_call", "custom_tool_call")]
+        for number, item in enumerate(items):
+            events += self._call(number, item, whole=True)
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
         return events + self._event(kind, response=body)
 
@@ -184,18 +192,26 @@ class ItemWriter:
         self._open = None
         return events + self._event("response.output_item.done", output_index=self._index, item=item)
 
-    def _call(self, item: dict[str, Any]) -> bytes:
-        self._index += 1
-        place = {"output_index": self._index, "item_id": item["id"]}
+    def _call(self, number: int, item: dict[str, Any], whole: bool = False) -> bytes:
+        """A piece of the call's arguments; `whole`: all of them, of which the rest is told."""
         custom = item["type"] == "custom_tool_call"
         kind, part = ("custom_tool_call_input", "input") if custom else ("function_call_arguments", "arguments")
-        added, done = {**item, part: "", "status": "in_progress"}, {part: item[part], "name": item["name"]}
-        return (
-            self._event("response.output_item.added", output_index=self._index, item=added)
-            + self._event(f"response.{kind}.delta", **place, delta=item[part])
-            + self._event(f"response.{kind}.done", **place, **done)
-            + self._event("response.output_item.done", output_index=self._index, item=item)
-        )
+        events = b""
+        if number not in self._calls:
+            self._index += 1
+            self._calls[number] = self._index, 0
+            bare = {**item, part: "", "status": "in_progress"}
+            events = self._event("response.output_item.added", output_index=self._index, item=bare)
+        index, sent = self._calls[number]
+        place = {"output_index": index, "item_id": item["id"]}
+        new = item[part][sent:] if whole else item[part]
+        self._calls[number] = index, sent + len(new)
+        if new or not sent:
+            events += self._event(f"response.{kind}.delta", **place, delta=new)
+        if whole:
+            events += self._event(f"response.{kind}.done", **place, **{part: item[part], "name": item["name"]})
+            events += self._event("response.output_item.done", output_index=index, item=item)
+        return events
 
     def _part(self, kind: str, part: dict[str, Any]) -> bytes:
         return self._event(kind, **self._place(), part=dict(part))
@@ -279,8 +295,12 @@ def _output(reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
         logprobs = openai.token_logprobs(reply.logprobs[0] if reply.request.logprobs else [])
         yield _message_item(id, message["content"], logprobs)
     for index, call in enumerate(message.get("tool_calls") or ()):
-        item = call_item(call, reply.request.options["named"], reply.request.options["custom"])
-        yield {**item, "id": f"fc_{id}_{index}", "status": "completed"}
+        yield _call_item(id, reply.request.options, index, call)
+
+
+def _call_item(id: str, options: Mapping[str, Any], number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    item = call_item(call, options["named"], options["custom"])
+    return {**item, "id": f"fc_{id}_{number}", "status": "completed"}
 
 
 def _message_item(id: str, text: str, logprobs: list[Any]) -> dict[str, Any]:
