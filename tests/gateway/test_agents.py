@@ -7,6 +7,7 @@ segment, and a branch has the agent's own edit as its cause.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 from pathlib import Path
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.slow
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no look for prices of models
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", "/nonexistent")
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}
 
 

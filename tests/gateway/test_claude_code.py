@@ -5,7 +5,6 @@ The native program of the npm package is run directly, so Node's version does no
 
 from __future__ import annotations
 
-import base64
 import os
 import platform
 from pathlib import Path
@@ -17,13 +16,10 @@ from rollmill.training.credit import credit_of
 from tests.gateway.conftest import QUICK, Door, Mill
 from tests.gateway.npm import installed, run
 from tests.gateway.serve import LIVE
-from tests.gateway.test_agents import Stage
+from tests.gateway.test_agents import PNG, Stage
 
 pytestmark = pytest.mark.slow
 VERSION = "2.1.327"
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
 SUMMARY = """<analysis>
 The user wants to look around in the directory.
 </analysis>

@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.conftest import Door, Mill
 from tests.gateway.npm import installed, run
 from tests.gateway.serve import LIVE
-from tests.gateway.test_agents import Stage
+from tests.gateway.test_agents import PNG, Stage
 
 pytestmark = pytest.mark.slow
 VERSION = "0.169.0"
@@ -62,6 +62,17 @@ async def test_codex_solves_a_task(mill: Mill, codex: Codex) -> None:
     metrics = await door.metrics()
     assert 'dropped_tools_total{tool="web_search",dialect="openai_responses"} 3' in metrics
     assert 'ignored_fields_total{field="client_metadata",dialect="openai_responses"} 3' in metrics
+
+
+async def test_an_image_in_a_result_does_not_end_the_conversation(mill: Mill, codex: Codex) -> None:
+    codex.work.mkdir()
+    (codex.work / "a.png").write_bytes(PNG)
+    stage = Stage(mill, [("view_image", {"path": str(codex.work / "a.png")})], "I cannot see it.")
+    door, key = await stage.open()
+    assert "I cannot see it." in await codex(door, key, "Look at a.png.")
+    trajectory = await door.seal("a")
+    stage.check(trajectory, "start")
+    assert trajectory.messages[-2]["content"].startswith("<image content omitted")
 
 
 async def test_a_sub_agent_of_codex_belongs_to_the_conversation_that_called_it(mill: Mill, codex: Codex) -> None:

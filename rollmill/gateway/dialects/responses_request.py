@@ -18,6 +18,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user"}
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
+_NO_IMAGE = {"type": "input_text", "text": "<image content omitted because you do not support image input>"}
 FindItem = Callable[[str], dict[str, Any]]  # an item of a stored response by its id
 
 
@@ -61,7 +62,7 @@ def _add(messages: list[Message], item: dict[str, Any], where: str) -> None:
     elif kind in _CALLS:
         _answer(messages).setdefault("tool_calls", []).append(_call(item, where))
     elif kind in _RESULTS:
-        result: Message = {"role": "tool", "content": _text(item.get("output"), f"{where}.output")}
+        result: Message = {"role": "tool", "content": _text(_seen(item.get("output")), f"{where}.output")}
         if isinstance(item.get("call_id"), str):
             result["tool_call_id"] = item["call_id"]
         messages.append(result)
@@ -100,6 +101,16 @@ def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
         "type": "function",
         "function": {"name": flat_name(name, space if isinstance(space, str) else None), "arguments": arguments},
     }
+
+
+def _seen(output: Any) -> Any:
+    """A result with a text for each image, as Codex itself writes it for models that it knows to read text only: an
+    error would end the conversation, because the image stays in its history."""
+    return [_NO_IMAGE if _is_image(part) else part for part in output] if isinstance(output, list) else output
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 def _text(content: Any, where: str) -> str:
