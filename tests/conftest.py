@@ -4,11 +4,15 @@ PostgreSQL is found on PATH or where Linux distributions put it, and started onc
 ROLLMILL_TEST_POSTGRES=required makes a missing one an error (continuous integration), =off leaves it out.
 
 Tests marked `kernels` run on a CUDA device or in Triton's interpreter: see tests/kernels.py.
+
+ROLLMILL_TEST_SELECTION names a file of tests/selection.py: of the slow tests only those in the files that it lists run.
+ROLLMILL_TEST_DURATIONS=yes notes in tests/durations.json how long the slow tests took.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import pwd
 import shutil
@@ -16,23 +20,52 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+DURATIONS = Path(__file__).with_name("durations.json")
 _numbers = itertools.count()
+_seconds: Counter[str] = Counter()  # of slow tests, by file; empty in a worker of xdist
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each worker starts with its share of the slow tests. Otherwise the others would wait for them at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out slow tests that were not chosen. Each worker starts with its share of the others, as they are long."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     slow = [item for item in items if item.get_closest_marker("slow")]
     fast = [item for item in items if not item.get_closest_marker("slow")]
     items.clear()
+    if path := os.environ.get("ROLLMILL_TEST_SELECTION"):
+        chosen = Path(path).read_text().splitlines()
+        config.hook.pytest_deselected(items=[item for item in slow if _file(item.nodeid) not in chosen])
+        slow = [item for item in slow if _file(item.nodeid) in chosen]
     for worker in range(workers):  # xdist gives the first worker the first tests, and so on
         first, last = (len(fast) * edge // workers for edge in (worker, worker + 1))
         items += slow[worker::workers] + fast[first:last]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "slow" in report.keywords and "PYTEST_XDIST_WORKER" not in os.environ:
+        _seconds[_file(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish() -> None:
+    if _seconds and os.environ.get("ROLLMILL_TEST_DURATIONS"):
+        record(_seconds)
+
+
+def record(seconds: Mapping[str, float], path: Path = DURATIONS) -> None:
+    """Notes how long the slow tests of files took. Other files keep their seconds while they exist."""
+    root = DURATIONS.parents[1]
+    kept = {file: took for file, took in json.loads(path.read_text()).items() if (root / file).exists()}
+    rounded = {file: round(took, 1) for file, took in seconds.items()}
+    path.write_text(json.dumps({**kept, **rounded}, indent=0, sort_keys=True) + "\n")
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)
