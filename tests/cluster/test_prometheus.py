@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -110,6 +112,15 @@ def test_a_run_feeds_it_from_its_events(tmp_path: Path) -> None:
         assert isinstance(sink, Prometheus) and "rollmill_training_reward_mean" in scraped(sink.port)
     finally:
         sinks.close()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of the package prometheus, is not installed")
+@pytest.mark.parametrize(
+    "command", ["check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml"]
+)
+def test_prometheus_itself_loads_the_rules_and_raises_the_alerts(command: str) -> None:
+    done = subprocess.run(["promtool", *command.split()], cwd=MONITORING, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
 
 def known() -> set[str]:
