@@ -1,8 +1,8 @@
 """How costs grow with what there is: 10^3 to 10^6, and the slope of each law as a bar. `python -m benchmarks.growth`
 
 A slope of 1 is linear, 0 constant, 2 quadratic: it is that of the straight line through the logarithms. Times are CPU
-seconds of this process, the best of three. tests/test_scale.py holds the same laws by counting; this shows what they
-cost. `--only NAME` measures one.
+seconds of this process, the best of three; with `--database` what a client of PostgreSQL waits. tests/test_scale.py
+holds the same laws by counting; this shows what they cost. `--only NAME` measures one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from benchmarks import growth_index
 from benchmarks.growth_index import LAWS as INDEX
 from benchmarks.growth_weights import LAWS as WEIGHTS
 from benchmarks.output import at_most, finish
@@ -41,9 +42,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="without the largest size of each law: under a minute")
     parser.add_argument("--only", choices=[law.name for law in LAWS], help="measure this law only")
+    parser.add_argument("--database", metavar="URL", help="measure the index on this PostgreSQL, and nothing else")
     arguments = parser.parse_args()
+    growth_index.database = arguments.database
     figures, bars = dict[str, float](), {}
-    for law in LAWS:
+    for law in LAWS[: len(INDEX)] if arguments.database else LAWS:
         if arguments.only not in (None, law.name):
             continue
         sizes = law.sizes[:-1] if arguments.quick else law.sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -210,7 +211,7 @@ class TrajectoryStore:
         kept: dict[str, str] = {}
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
-            leased = writing(self._engine, lambda connection, some=some: _delete_free(connection, some))
+            leased = writing(self._engine, partial(_delete_free, ids=some))
             for id in leased:
                 try:
                     self.delete(id)

@@ -29,7 +29,8 @@ BEATS = 10  # in `patience`
 @contextlib.contextmanager
 def watching(store: dist.Store, rank: int, size: int, patience: float) -> Iterator[None]:
     ended = threading.Event()
-    arguments = (store.clone(), rank, size, patience, ended)
+    own: Any = store  # torch's stubs do not know `clone`: a connection of its own
+    arguments = (own.clone(), rank, size, patience, ended)
     threading.Thread(target=_watch, args=arguments, name="hangs", daemon=True).start()
     try:
         yield

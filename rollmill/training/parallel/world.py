@@ -15,7 +15,7 @@ import datetime
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,10 @@ class World:
         """What `make` returns on the first rank, on every rank, however long it takes; or the TrainingError that it
         raises. Nothing in it is collective."""
         while not self.first:
-            done, found = self.from_first((False, None))
+            told: Any = (False, None)
+            done, found = self.from_first(told)
             if done:
-                return _unless_error(found)
+                return cast(T, _unless_error(found))
         ended = threading.Event()
 
         def beat() -> None:
