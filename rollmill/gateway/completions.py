@@ -40,6 +40,7 @@ from rollmill.gateway.streams import EventStream, send, token_logprobs
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.workers import Workers, is_from_worker
 from rollmill.inference.engine import GenerateRequest
+from rollmill.types import TrafficClass
 
 
 @dataclass
@@ -61,6 +62,13 @@ class Recorded(NamedTuple):
     segment: OpenSegment
     answer: Answer
     prompt_tokens: int
+
+    def shown(self, traffic: TrafficClass) -> Answer:
+        """The answer for its client. In production its cached tokens are those that this conversation had sent before:
+        those of others would tell whether somebody sent the same beginning."""
+        turn = self.segment.turns[self.segment.number_of(self.answer)]
+        own = min(self.answer.cached_tokens, self.prompt_tokens - len(turn.prompt))
+        return self.answer if traffic == "rollout" else replace(self.answer, cached_tokens=own)
 
 
 class Completions:
@@ -358,7 +366,7 @@ class Completions:
     def _make_reply(
         self, session: Session, recorded: Sequence[Recorded], request: ModelRequest, identity: Identity
     ) -> Reply:
-        answers = [each.answer for each in recorded]
+        answers = [each.shown(session.facts.traffic) for each in recorded]
         policies = {policy: None for answer in answers for policy in answer.policies}  # each once, in their order
         about = {
             "trajectory": session.facts.trajectory,

@@ -76,6 +76,19 @@ async def test_nobody_has_agreed_to_training_who_said_nothing(mill: Mill, answer
         assert row.traffic == "production" and not row.may_train
 
 
+async def test_no_answer_tells_what_others_have_sent(mill: Mill, answers: Answers) -> None:
+    """The engine has cached a token of every prompt; only that of a turn before is told."""
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+
+    async def cached(key: str, messages: list[Any]) -> tuple[int, dict[str, Any]]:
+        said = await door.say(key, messages)
+        return said["usage"]["prompt_tokens_details"]["cached_tokens"], said["choices"][0]["message"]
+
+    first, said = await cached(LIVE, [USER])
+    assert (first, (await cached(LIVE, [USER, said, USER]))[0]) == (0, 1)
+    assert (await cached(await door.open("a"), [USER]))[0] == 1, "rollouts belong to the run"
+
+
 async def test_requests_are_redacted_before_the_model_sees_them(mill: Mill, answers: Answers) -> None:
     secret, mail = "sk-abcdefghijklmnop1234", "ann@example.org"
     invented = answers.text("write to bob@example.org")
