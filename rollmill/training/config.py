@@ -314,11 +314,11 @@ class RLConfig(Config):
         "tokens (`sequence_mean`). So a trajectory weighs by its tokens, or as one sample with `sequence_mean`, "
         "also if it is a chain of summaries. With the means, the weight of one token depends on its batch.",
     )
-    expected_tokens: float = Field(
-        default=16.0,
+    expected_tokens: float | None = Field(
+        None,
         gt=0,
         description="Sampled tokens per trajectory, roughly; part of the constant that divides the loss. A larger "
-        "value scales the loss down.",
+        "value scales the loss down. Not set: the mean of the first step that trains on any, for the whole stage.",
     )
     baseline: BaselineName = Field(
         "group_mean",

@@ -233,11 +233,11 @@ def kl_loss(tokens: PolicyTokens, form: Literal["k2", "k3"]) -> Tensor:
 # aggregation
 
 
-def step_divisor(config: RLConfig, *, trajectories: int, tokens: int, samples: int) -> float:
-    """What the sums of all micro-batches of a step are divided by. `trajectories` is how many it is meant to have;
+def step_divisor(config: RLConfig, *, expected: float, tokens: int, samples: int) -> float:
+    """What the sums of all micro-batches of a step are divided by. `expected` tokens is what it is meant to have;
     `tokens` and `samples` (trajectories) count what it trains on."""
     if config.aggregation == "constant":
-        return trajectories * config.expected_tokens
+        return expected
     return max(1, tokens if config.aggregation == "token_mean" else samples)
 
 

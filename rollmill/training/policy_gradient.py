@@ -36,6 +36,7 @@ class StepSequences(NamedTuple):
     microbatches: Sequence[MicroBatch]
     hinted: Sequence[MicroBatch]  # turns with a hint in their context, for the teacher
     groups_T: np.ndarray | None  # int64, an index: a trajectory's KL is compared with those of the same index
+    expected_tokens: float = 1.0  # per trajectory
 
 
 class PolicyGradient:
@@ -57,7 +58,7 @@ class PolicyGradient:
         shared = _Shared(
             divisor=step_divisor(
                 self._config,
-                trajectories=self._trajectories,
+                expected=self._trajectories * sequences.expected_tokens,
                 tokens=sum(len(part.targets_M) for part in parts),
                 samples=int((sizes_T > 0).sum()),
             ),

@@ -365,6 +365,11 @@ class Ledger:
         with reading(self._engine) as connection:
             return steps.read_commits(connection, self.run)
 
+    def first_tokens(self) -> float | None:
+        """Mean sampled tokens of the trajectories of the first step that has any; None before it."""
+        with reading(self._engine) as connection:
+            return steps.first_tokens(connection, self.run)
+
     # reports
 
     def results(self, after: int, through: int) -> list[Result]:

@@ -64,6 +64,12 @@ _TRAINED = (
 )
 _PINNED = sa.select(rewards.c.id, rewards.c.trajectory, rewards.c.grading).where(among(rewards.c.id, "ids"))
 _NEWEST = sa.select(sa.func.coalesce(sa.func.max(steps.c.number), 0)).where(steps.c.run == _of_run)
+_FIRST = sa.select(sa.func.min(step_trajectories.c.step)).where(step_trajectories.c.run == _of_run).scalar_subquery()
+_FIRST_TOKENS = (
+    sa.select(sa.func.sum(trajectories.c.sampled_tokens), sa.func.count())
+    .join_from(step_trajectories, trajectories, step_trajectories.c.trajectory == trajectories.c.id)
+    .where(step_trajectories.c.run == _of_run, step_trajectories.c.step == _FIRST)
+)
 _COMMITTED = sa.select(sa.func.coalesce(sa.func.max(commits.c.step), 0)).where(commits.c.run == _of_run)
 _COMMITS = sa.select(commits).where(commits.c.run == _of_run).order_by(commits.c.created_at, commits.c.step)
 assert LedgerState.trained in LEDGER_TRANSITIONS[LedgerState.leased]
@@ -186,6 +192,12 @@ def insert_commit(connection: sa.Connection, run: str, step: int, version: Versi
 def newest(connection: sa.Connection, run: str) -> int:
     """The newest written step, committed or not; 0 if there is none."""
     return connection.execute(_NEWEST, {"of_run": run}).scalar_one()
+
+
+def first_tokens(connection: sa.Connection, run: str) -> float | None:
+    """It never changes once it is there: steps are created once, and a deleted trajectory keeps its counts."""
+    total, count = connection.execute(_FIRST_TOKENS, {"of_run": run}).one()
+    return float(total or 0) / count if count else None
 
 
 def committed(connection: sa.Connection, run: str) -> int:

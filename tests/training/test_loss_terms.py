@@ -111,11 +111,11 @@ def test_opsm_drops_failures_that_the_policy_has_moved_away_from():
     ],
 )
 def test_aggregations_computed_by_hand(aggregation: Any, loss: float, gradient: list[float]):
-    config = rl(aggregation=aggregation, expected_tokens=5.0)
+    config = rl(aggregation=aggregation)
     pi = log(0.5, 0.5, 0.5, 0.5).requires_grad_()
     advantages = torch.tensor([1.0, 1, 1, -1], dtype=torch.float64)
     tokens = PolicyTokens(pi, pi.detach(), advantages, torch.tensor([0, 0, 0, 1]))
-    result = policy_loss(tokens, config, step_divisor(config, trajectories=2, tokens=4, samples=2))
+    result = policy_loss(tokens, config, step_divisor(config, expected=10.0, tokens=4, samples=2))
     result.loss.backward()
     assert result.loss.item() == pytest.approx(loss)
     assert pi.grad is not None and pi.grad.tolist() == near(gradient)

@@ -42,7 +42,7 @@ def test_every_loss_has_defaults_for_its_settings():
 def test_the_default_loss_has_not_changed():
     config = RLConfig()
     assert (config.loss, config.mask_delta, config.ratio_penalty, config.weight_cap) == ("dppo", 0.2, 1e-3, 20.0)
-    assert (config.aggregation, config.expected_tokens, config.kl_factor) == ("constant", 16.0, 0.0)
+    assert (config.aggregation, config.expected_tokens, config.kl_factor) == ("constant", None, 0.0)
     assert (config.router_replay, config.replay_plausibility) == (True, 0.0)
 
 

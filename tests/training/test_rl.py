@@ -1,6 +1,7 @@
 """The RL objective on a real ledger: which trajectories are trained on, which not and why, and the gradient."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,26 @@ def test_a_stage_that_starts_no_groups_takes_steps_without_any(tmp_path: Path):
     chain = dict(world.chain())
     assert chain[0] != chain[1] == chain[2] and [step.groups for step in world.ledger.steps()] == [("a",), ()]
     assert world.weights.manifest(Version("main", 2)).metadata["unchanged"] == "there was nothing to learn from"
+
+
+def test_the_expected_tokens_are_those_of_the_first_step_that_has_any(tmp_path: Path):
+    """Pinned in what the first step recorded: restarts, and later steps with longer answers, divide alike."""
+    world, pace = World(tmp_path), Pace(1, 2, max_staleness=3)
+    world.add_group("short", [make_segment([0, 0, *[1] * n]) for n in (2, 5)], [1.0, 0.0])
+    world.add_group("long", [make_segment([0, 0, *[1] * 9]) for _ in range(2)], [1.0, 0.0])
+    assert world.ledger.first_tokens() is None
+    assert next_batch(world, 1, pace).expected_tokens == 3.5
+    world.ledger.commit_step(1, Version("main", 1), "digest")
+    for _ in range(2):  # the second time it runs again
+        assert next_batch(world, 2, pace).expected_tokens == 3.5
+        world.trajectories.delete("short-0")
+    objective = world.objective(RLConfig(expected_tokens=24.0), pace)
+    named = objective.next_batch(2, 0.0, MAIN, lambda: False)
+    assert named is not None and named.expected_tokens == 24.0
+    model = Decoder(MODEL)
+    model.initialise(0)
+    half, whole = (objective.backward(model, replace(named, expected_tokens=each))["loss"] for each in (48.0, 24.0))
+    assert half == pytest.approx(whole / 2) != 0
 
 
 def test_a_short_step_leaves_running_groups_to_the_next_one(tmp_path: Path):

@@ -85,6 +85,7 @@ class RolloutBatch:
     rewards: np.ndarray  # of every graded trajectory of the step's groups and of the closed ones
     lr: float  # of the update: the recorded one, if the step runs again
     wait_seconds: float
+    expected_tokens: float = 1.0  # per trajectory
     due_seconds: float = 0.0  # the part of the wait in which enough groups were ready, but older ones were due
     closed: tuple[str, ...] = ()  # groups without signal that were closed before this step had enough groups
     groups_T: np.ndarray | None = None  # int64, an index: a trajectory's KL is compared with those of the same index
@@ -285,6 +286,7 @@ class RLObjective:
             solved=sum(bool(row.solved) for row in graded) / len(graded) if graded else None,
             lr=lr if record.lr is None else record.lr,
             wait_seconds=0.0,
+            expected_tokens=self._config.expected_tokens or self._ledger.first_tokens() or 1.0,  # 1: there are none
             closed=tuple(closed),
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
             guarded=pack(few_sequences(sequences), self._budget) if self.most_drift else [],
@@ -331,7 +333,7 @@ class RLObjective:
     ) -> dict[str, Any]:
         self._mismatch.compute_like(placement, model)
         self._ranks = placement.ranks
-        sequences = StepSequences(batch.microbatches, batch.hinted, batch.groups_T)
+        sequences = StepSequences(batch.microbatches, batch.hinted, batch.groups_T, batch.expected_tokens)
         return self._gradient.backward(model, sequences, accumulate, placement)
 
     @property
