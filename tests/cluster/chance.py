@@ -14,10 +14,13 @@ from rollmill.types import Reward
 from tests.e2e.small_run import small_run
 
 _MODEL = ("layers=1", "width=32", "heads=2", "kv_heads=1", "head_dim=16", "mlp_width=32", "expert_width=16")
-TINY = (
-    *(f"model.{setting}" for setting in _MODEL),
+ANY_SIGNAL = (
     f"modules='{Path(__file__).parents[2]}'",
     "rewards=[{kind='calls'},{kind='tests.cluster.chance:Chance'}]",
+)
+TINY = (
+    *(f"model.{setting}" for setting in _MODEL),
+    *ANY_SIGNAL,
     "stages.midtrain.steps=1",
 )
 

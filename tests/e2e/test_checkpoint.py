@@ -27,6 +27,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore
+from tests.cluster.chance import ANY_SIGNAL
 from tests.cluster.checkpoints import MIDTRAIN_AND_RL, RL, TASKS, make_chat_checkpoint
 from tests.e2e.test_kill import start, wait_for
 from tests.models.checkpoints import our_logits, their_logits
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.slow
 SETTINGS = (
     MIDTRAIN_AND_RL,
     TASKS,
+    *ANY_SIGNAL,
     "stages.rl.steps=2",
     "stages.rl.groups_per_step=2",
     "stages.rl.group_size=2",
