@@ -18,6 +18,13 @@ from tests.cli.conftest import Told
 from tests.test_repo import ROOT
 
 GUIDE = ROOT / "docs" / "guides" / "your-first-task.md"
+LESS = " stages.sft.steps=20 stages.rl.steps=1 evals.tasks=1 evals.attempts=1"
+
+
+def shortened(block: str) -> str:
+    """Trains as the guide does, but less: the test of the first guide sees the whole curve."""
+    assert "rollmill train run.toml\n" in block
+    return block.replace("rollmill train run.toml\n", f"rollmill train run.toml{LESS}\n")
 
 
 def shell(script: str, directory: Path, *, on_path: bool = True) -> str:

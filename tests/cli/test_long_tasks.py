@@ -58,7 +58,7 @@ class Script(BaseHTTPRequestHandler):
 @pytest.fixture
 def blocks() -> Iterator[list[str]]:
     found = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "guides" / "long-tasks.md").read_text(), re.S)
-    assert len(found) == 3, "a new block must be executed too"
+    assert len(found) == 2, "a new block must be executed too"
     server = ThreadingHTTPServer(("127.0.0.1", 0), Script)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield [block.replace("http://127.0.0.1:8000/v1", f"http://127.0.0.1:{server.server_port}/v1") for block in found]
@@ -68,12 +68,7 @@ def blocks() -> Iterator[list[str]]:
 
 @pytest.mark.slow
 def test_the_guide_to_long_tasks_works_word_by_word(blocks: list[str], tmp_path: Path) -> None:
-    printed = shell("\n".join(blocks[:2]), tmp_path)
+    printed = shell("\n".join(blocks), tmp_path)
     assert "[harness.summaries]" in printed and "Please summarise" in printed, "the dry run shows the settings"
     assert "This is your summary number 1:" in printed and NOTE in printed, printed[-2000:]
     assert "ended: done after 4 turns, 3 tool calls" in printed and "solved" in printed, printed[-2000:]
-
-
-@pytest.mark.slow
-def test_the_guides_last_step_trains(blocks: list[str], tmp_path: Path) -> None:
-    assert shell("\n".join([blocks[0], blocks[2]]), tmp_path).count("graded") >= 8
