@@ -53,7 +53,7 @@ def balanced_run(root: Path, base: RunDirectory, name: str, *overrides: str) -> 
 
 def drive_with_room(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None:
     """Decoding that is simulated needs no cores, so the balance is told that there are some left."""
-    with mock.patch("os.sched_getaffinity", lambda _: set(range(CORES))):
+    with mock.patch("os.sched_getaffinity", return_value=set(range(CORES))):
         drive(run, on_tick)
 
 

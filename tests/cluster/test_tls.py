@@ -7,7 +7,7 @@ import ipaddress
 import json
 import ssl
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ def make_ca(directory: Path, *addresses: str) -> list[str]:
 
 
 @pytest.fixture
-def trusted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+def trusted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Makes this process trust a CA, until the test ends."""
     monkeypatch.setattr(tls, "_context", None)
-    yield lambda directory: tls.trust(str(directory / "ca.pem"))
+    return lambda directory: tls.trust(str(directory / "ca.pem"))
 
 
 def listening(pid: int) -> set[str]:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,9 @@ from tests.weights.build import publish_line
 
 
 @pytest.fixture(autouse=True)
-def always_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FRESH_S", "SHARE", "SLOW_S"):
         monkeypatch.setattr(live_module, name, 0.0)
-    yield
 
 
 def emit(run: RunDirectory, kind: str, process: str = "trainer", **fields: object) -> None:

@@ -212,7 +212,7 @@ def test_guessed_positions_have_the_logits_of_single_steps() -> None:
 
 @cuda
 @pytest.mark.parametrize(
-    "shape, form",
+    ("shape", "form"),
     [("grouped", "bf16"), ("smollm2", "bf16"), ("latent", "bf16"), ("grouped", "fp8"), ("smollm2", "nvfp4")],
 )
 def test_a_row_has_the_same_bits_in_any_batch(shape: str, form: str) -> None:

@@ -195,7 +195,7 @@ async def test_guesses_go_on_across_new_weights() -> None:
 
 @hopper
 @pytest.mark.parametrize(
-    "shape, count",
+    ("shape", "count"),
     [
         pytest.param(DENSE, 16 if INTERPRETED else 200, id="dense", marks=pytest.mark.kernels),
         pytest.param(MIXTURE, 200, id="mixture", marks=cuda),

@@ -88,7 +88,7 @@ LONG = [[128, 127, 129, 1], [64] * 7, [300, 299, 1, 1, 640], [1500], [17] * 40]
 EVERY = list(itertools.product([*(each for each, _ in PAIRS), *LONG], dict.fromkeys(shape for _, shape in PAIRS)))
 
 
-@pytest.mark.parametrize("lengths, shape", PAIRS if INTERPRETED else EVERY, ids=str)
+@pytest.mark.parametrize(("lengths", "shape"), PAIRS if INTERPRETED else EVERY, ids=str)
 def test_values_and_gradients(lengths: Sequence[int], shape: Shape):
     mine, expected = both(lengths, shape, torch.bfloat16)
     assert error(mine[0], expected[0]) < 4e-3

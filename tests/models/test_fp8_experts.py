@@ -83,7 +83,7 @@ def test_tiles_hold_each_row_once(counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize("inputs, outputs", [(128, 384), (384, 128)], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 384), (384, 128)], ids=str)
 def test_a_product_equals_the_emulated_one(counts: list[int], inputs: int, outputs: int) -> None:
     x, weight = uneven(sum(counts), inputs), served(len(counts), inputs, outputs, seed=3)
     expected = exact(x, weight, counts)

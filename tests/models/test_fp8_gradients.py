@@ -95,7 +95,7 @@ def test_a_model_learns_nearly_the_same(recompute: bool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("start, tokens", [(0, 256), (128, 70)])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 256), (128, 70)])
 def test_codes_of_a_chunk_are_written_beside_the_others(start: int, tokens: int) -> None:
     x, factors = uneven(tokens, 384), draw(tokens, seed=3).abs()
     found = []

@@ -120,7 +120,7 @@ def powers_problem(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("scale", [0.0, 0.3, 2.0])
-@pytest.mark.parametrize("confident, wide", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("confident", "wide"), [(False, False), (True, False), (True, True)])
 def test_next_token_by_powers(scale: float, confident: bool, wide: bool, monkeypatch: pytest.MonkeyPatch):
     """Confident: the targets have the largest logits, so gradients are small differences. Wide: with larger tiles."""
     from rollmill.models.kernels import powers_triton

@@ -30,7 +30,7 @@ def run(inputs: list[Tensor | None], device: str, dtype: torch.dtype, remakes: b
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("joined", [True, False], ids=["one kernel", "product and pass"])
-@pytest.mark.parametrize("rows, width, inner", [(ROWS[0], 48, 72), (ROWS[1], 40, 104), (ROWS[2], 64, 64)])
+@pytest.mark.parametrize(("rows", "width", "inner"), [(ROWS[0], 48, 72), (ROWS[1], 40, 104), (ROWS[2], 64, 64)])
 def test_mlp(rows: int, width: int, inner: int, joined: bool, bias: bool, monkeypatch: pytest.MonkeyPatch):
     from rollmill.models.kernels import swiglu_triton
 

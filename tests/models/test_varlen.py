@@ -82,7 +82,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @hopper
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "lengths, shape, ways",  # without and with bits that repeat
+    ("lengths", "shape", "ways"),  # without and with bits that repeat
     [
         ([5, 1], (9, 3, 64, 64), ["ours", "ours"]),
         ([6], (8, 2, 128, 128), ["ours", "ours"]),
@@ -135,7 +135,7 @@ def test_values_and_gradients(lengths: Sequence[int], shape: Shape, deterministi
 @hopper
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "lengths, shape, deterministic",
+    ("lengths", "shape", "deterministic"),
     [([5, 1, 130], (3, 1, 64, 64), False), ([70, 70], (2, 2, 128, 128), True)],
     ids=["ragged", "even, bits repeat"],
 )
@@ -195,7 +195,7 @@ def test_its_first_call_may_be_recorded():
 @hopper
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "variant, heads",
+    ("variant", "heads"),
     [
         ("dense", (3, 1, 64) if INTERPRETED else (9, 3, 64)),
         ("dense with norms of heads", (6, 2, 32)),

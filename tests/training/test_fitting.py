@@ -80,7 +80,7 @@ def test_mlps_are_kept_where_they_fit():
 
 
 variants = pytest.mark.parametrize(
-    "form, recompute_mlp",
+    ("form", "recompute_mlp"),
     [("bf16", False), ("bf16", True), ("fp8", False), ("fp8", True), ("nvfp4", True)],
     ids=["kept", "remade", "fp8 kept", "fp8 remade", "nvfp4 remade"],
 )

@@ -177,7 +177,7 @@ def test_versions_are_written_as_they_are_printed(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, message, hint",
+    ("text", "message", "hint"),
     [
         ("rl@7", "rl@7 does not exist", "rl has 0 to 4"),
         ("sft@0", "sft@0 does not exist", "lines here: rl"),
@@ -421,7 +421,7 @@ def test_gc_by_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, size",
+    ("text", "size"),
     [("200GB", 200 * 10**9), ("1.5TiB", 3 << 39), ("12", 12), ("3 kb", 3000), ("1M", 10**6), ("2gib", 2 << 30)],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:

@@ -140,7 +140,7 @@ def _twice(first: dict[str, Any], second: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "data, message",
+    ("data", "message"),
     [
         (b"", "truncated"),
         (b"\x05\x00\x00", "truncated"),
@@ -214,7 +214,9 @@ SPECIAL = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1.
 
 
 @pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form, target", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("form", "target"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 def test_rounding_is_that_of_the_reference(tmp_path: Path, source: torch.dtype, form: str, target: torch.dtype) -> None:
     values = torch.cat([torch.randn(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), SPECIAL])
     values = values.to(source)
@@ -263,7 +265,7 @@ def test_an_inexact_conversion_needs_lossy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor, form, message",
+    ("tensor", "form", "message"),
     [
         (torch.tensor([1e6]), "fp16", "too large for fp16"),
         (torch.zeros(2, dtype=torch.int64), "bf16", "I64, which no form supports"),

@@ -65,7 +65,7 @@ def test_equal_versions_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, old, new, expected",
+    ("dtype", "old", "new", "expected"),
     [
         # changed, by one, largest in ULP, largest value, not finite
         ("bf16", [0x0000, 0x3F80], [0x8000, 0x3F80], (1, 1, 1, 0.0, 0)),  # −0 is another number than +0
@@ -87,7 +87,7 @@ def test_every_dtype_is_counted_in_its_own_units(
     assert (total.changed, total.by_one, total.largest_ulp, total.largest_value, total.not_finite) == expected
 
 
-@pytest.mark.parametrize("dtype, theirs", [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+@pytest.mark.parametrize(("dtype", "theirs"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
 def test_fp8_values_are_those_of_the_reference(dtype: str, theirs: torch.dtype) -> None:
     reference = torch.arange(256, dtype=torch.uint8).view(theirs).double().numpy()
     np.testing.assert_array_equal(_FP8[dtype], reference)
