@@ -101,7 +101,7 @@ def test_the_base_is_named_or_where_the_branch_began_or_six_hours_old(shop: Path
     selection.git("update-ref", "refs/remotes/origin/main", second, root=shop)
     assert selection.find_base(shop, {})[0] == second
     assert selection.find_base(shop, {"ROLLMILL_TEST_BASE": first})[0] == first
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(SystemExit, match="nothing is no commit"):
         selection.find_base(shop, {"ROLLMILL_TEST_BASE": "nothing"})
 
 
