@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ import pytest
 import pytest_asyncio
 
 from rollmill.environments.harnesses.command import CommandConfig, CommandHarness
-from rollmill.environments.machine import Snapshot
+from rollmill.environments.machine import WORK, Snapshot
 from rollmill.environments.machines import fidelity
 from rollmill.environments.machines.images import BUILT_IN, load_image
 from rollmill.environments.machines.pool import Pool, PoolConfig
@@ -34,11 +35,15 @@ from rollmill.environments.machines.qemu.launch import start
 from rollmill.environments.machines.qemu.machine import QemuMachine
 from rollmill.environments.machines.qemu.parts import kernel_directory
 from rollmill.environments.machines.qemu.vm import Saved, Vm
+from rollmill.environments.machines.tar import Tar
 from rollmill.environments.task import Task
-from rollmill.environments.trees import get_tree, put_tree
+from rollmill.environments.trees import get_tree, pack_tree, put_tree
 from rollmill.errors import MachineError
 from tests.environments.harnesses.test_coding import ScriptedModel
 from tests.environments.harnesses.test_command import ASK, SAMPLING, text
+from tests.environments.machines.test_processes import _COUNT as COUNT
+from tests.environments.machines.test_processes import _FORGE as FORGE
+from tests.environments.machines.test_processes import until
 from tests.environments.machines.virtual import CONFIG, qemu_host, run_python  # noqa: F401
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -283,6 +288,29 @@ async def test_a_paused_machine_stands_still_and_goes_on(machine: QemuMachine) -
 def _cpu_ticks(machine: QemuMachine) -> int:
     fields = Path(f"/proc/{machine.vm.process.pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+async def test_what_survives_its_command_or_burns_harms_no_other_command(
+    qemu_host: QemuHost,  # noqa: F811
+) -> None:
+    """As in namespace machines: marks cannot be forged, the first process packs, a busy neighbour takes no time."""
+    machine, burner = [await qemu_host.create(BUILT_IN) for _ in range(2)]
+    servers = [await machine.start(["sleep", "600"]) for _ in range(2)]
+    await run_python(machine, FORGE)
+    assert await run_python(machine, COUNT) == "4", "the agent, the servers and the one that counts"
+    hide = "mkdir packed closed; echo x > packed/x; ln -s /etc/passwd packed/link; chmod 0 closed"
+    assert (await machine.exec(["sh", "-c", hide], timeout_s=LONG_S)).exit_code == 0
+    packed = await pack_tree(machine, WORK, max_bytes=1 << 24, timeout_s=LONG_S, whole=False)
+    assert {"packed/x", "packed/link"} <= {
+        entry.name.removeprefix("./") for entry in Tar(io.BytesIO(packed), most_bytes=1 << 24, most_entries=99)
+    }
+    await asyncio.gather(*(server.stop() for server in servers))
+
+    await until(await burner.start(["sh", "-c", "yes > /dev/null & yes > /dev/null & echo burning; wait"]), b"burning")
+    slept = await machine.exec(["sleep", "600"], timeout_s=2.0)
+    assert (slept.stopped, slept.starved) == ("time", False)
+    assert await run_python(machine, "print(sum(range(10**5)))", timeout_s=LONG_S) == "4999950000"
+    await asyncio.gather(machine.close(), burner.close())
 
 
 async def test_a_guest_has_no_network_and_no_way_to_its_own_control(machine: QemuMachine) -> None:
