@@ -1,8 +1,9 @@
 """What a run may change when it is resumed: `rollmill train --resume RUN steps=64 ranks=2`.
 
-`steps` adds steps to the last stage. `ranks`, `expert_parallel` and `context_parallel` are those of every stage: the
-trainer goes on from its checkpoint on fewer or more ranks. Sums are then made in another order, so a step that runs
-again may give other bits; it goes on in a new line then, which names its parent.
+`steps` adds steps to the last stage, and `replacement` lets it start more groups per step. `ranks`, `expert_parallel`
+and `context_parallel` are those of every stage: the trainer goes on from its checkpoint on fewer or more ranks.
+Sums are then made in another order, so a step that runs again may give other bits; it goes on in a new line then, which names
+its parent.
 
 Recorded steps keep their learning rates, so steps that run again give the same bits although the schedule is now over
 more steps (rollmill/training/objectives/rl.py). The evaluation after training is made again for the new last version.
@@ -35,18 +36,19 @@ def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
         return run
     last = run.config.stages[-1] if run.config.stages else None
     name = f"stages.{last.name if last else ''}.steps"
-    allowed = ("steps", name, *ELASTIC)
+    allowed = ("steps", "replacement", name, *ELASTIC)
     others = [key for override in overrides if (key := override.partition("=")[0]) not in allowed]
     if others or last is None:
         raise ConfigError(
-            f"--resume can change the `steps` of the last stage only, and `ranks`, not "
+            "--resume can change `steps` and `replacement` of the last stage only, and `ranks`, not "
             f"`{others[0] if others else 'steps'}`",
             hint=f"`rollmill train RUN.toml --from {run.path} VERSION` starts a new run from a version of this one",
         )
     full = []
     for override in overrides:
         key, _, value = override.partition("=")
-        names = [f"stages.{stage.name}.training.{key}" for stage in run.config.stages] if key in ELASTIC else [name]
+        own = [name if key == name else f"stages.{last.name}.{key}"]
+        names = [f"stages.{stage.name}.training.{key}" for stage in run.config.stages] if key in ELASTIC else own
         full += [f"{each}={value}" for each in names]
     config = override_config(RunConfig, run.config.model_dump(mode="json"), full, "the command line")
     steps = config.stages[-1].steps

@@ -40,8 +40,8 @@ def choose_groups(groups: Iterable[Candidate], step: int, groups_per_step: int, 
     """`groups`: all that no step has taken yet, oldest first. `step`: the number of the next step. `more`: whether
     other groups may still start before that step; if not, it takes fewer groups once the others fit into later steps.
 
-    A step takes no group at all only if none is left. A group that is over its deadline is never left behind: it is
-    waited for, and taken first.
+    Nothing is taken only if none is left: then training ends (training/objectives/rl.py). A group that is over its
+    deadline is never left behind: it is waited for, and taken first.
     """
     queue = sorted(groups, key=lambda group: group.deadline)  # stable: the older one first
     picked = [group for group in queue if group.ready][:groups_per_step]

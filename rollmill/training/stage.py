@@ -86,7 +86,7 @@ class RolloutSettings(Config):
         ge=1,
         description="How many groups may be started per group that steps train on: those with nothing to learn from "
         "are closed and replaced. Raise it for hard tasks: if 2 % of attempts are solved, one group of 8 in seven has "
-        "signal.",
+        "signal. Training ends early where a step finds no group at all; `--resume RUN replacement=N` goes on.",
     )
 
     rollouts: bool = Field(

@@ -99,9 +99,8 @@ def test_only_steps_may_change_and_only_grow(rollmill: Callable[..., Told]) -> N
     run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["stages.rl.steps=5"]))
     before = (run.path / "run.json").read_text()
     told = rollmill("train", "--resume", run.path, "steps=9", "seed=3")
-    assert refused(
-        told, "can change the `steps` of the last stage only, and `ranks`, not `seed`", f"--from {run.path} VERSION"
-    )
+    why = "can change `steps` and `replacement` of the last stage only, and `ranks`, not `seed`"
+    assert refused(told, why, f"--from {run.path} VERSION")
     told = rollmill("train", "--resume", run.path, "stages.midtrain.steps=900")
     assert refused(told, "not `stages.midtrain.steps`", "--from")
     assert refused(rollmill("train", "--resume", run.path, "stages.rl.steps=4"), "can only add steps", "up to step 5")
@@ -119,9 +118,10 @@ def test_a_run_is_extended_in_its_file(rollmill: Callable[..., Told], monkeypatc
 
     monkeypatch.setattr(drive, "drive", interrupted)
     run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["stages.rl.steps=5"]))
-    assert rollmill("train", "--resume", run.path, "steps=9").code == 130
+    assert rollmill("train", "--resume", run.path, "steps=9", "replacement=3").code == 130
     extended = RunDirectory.open(run.path)
-    assert extended == replace(run, config=load_config(RunConfig, MICRO, ["stages.rl.steps=9"]))
+    changed = ["stages.rl.steps=9", "stages.rl.replacement=3"]
+    assert extended == replace(run, config=load_config(RunConfig, MICRO, changed))
     assert (run.path / "run.json").stat().st_mode & 0o777 == 0o600
     assert not list(run.path.glob(".run.json-*"))
     # it goes on on other ranks, in every stage

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rollmill.errors import TrainingError
 from rollmill.training.parallel.hangs import late_ranks
 from rollmill.training.parallel.world import World, join
 from tests.processes import SERVER, free_port
@@ -31,6 +32,11 @@ def _rank(path: Path, rank: int, port: int) -> None:
         time.sleep(1.5 * TIMEOUT_S)
         return "groups"
 
+    def refuse() -> None:
+        raise TrainingError("no group is left", hint="choose others")
+
+    with pytest.raises(TrainingError, match="no group is left\nhint: choose others"):
+        world.from_first_slowly(refuse)
     with world.watched():
         (path / f"{rank}.got").write_text(world.from_first_slowly(slow))
         if rank == 1:
