@@ -2,8 +2,8 @@
 
 `steps` adds steps to the last stage, and `replacement` lets it start more groups per step. `ranks`, `expert_parallel`
 and `context_parallel` are those of every stage: the trainer goes on from its checkpoint on fewer or more ranks.
-Sums are then made in another order, so a step that runs again may give other bits; it goes on in a new line then, which names
-its parent.
+Sums are then made in another order, so a step that runs again may give other bits; it goes on in a new line then, which
+names its parent.
 
 Recorded steps keep their learning rates, so steps that run again give the same bits although the schedule is now over
 more steps (rollmill/training/objectives/rl.py). The evaluation after training is made again for the new last version.
