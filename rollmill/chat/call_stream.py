@@ -34,7 +34,7 @@ class CallStream:
             if not mark:
                 self._partial(at, pieces)
                 break
-            self._tell(pieces, *parse_call(self._held[:at].strip()))
+            self._tell(pieces, *parse_call(self._held[:at].strip()), done=True)
             self._held, self._open = self._held[at:].removeprefix(self._end), False
         return pieces
 
@@ -93,9 +93,9 @@ class CallStream:
             self._depth -= 1
             self._ended = self._depth == 0
 
-    def _tell(self, pieces: list[CallPiece], name: str, arguments: str) -> None:
-        if len(arguments) > self._sent:
-            pieces.append(CallPiece(self._number, name, arguments[max(self._sent, 0) :]))
+    def _tell(self, pieces: list[CallPiece], name: str, arguments: str, done: bool = False) -> None:
+        if done or len(arguments) > self._sent:
+            pieces.append(CallPiece(self._number, name, arguments[max(self._sent, 0) :], done))
             self._sent = len(arguments)
 
 

@@ -37,6 +37,7 @@ class CallPiece(NamedTuple):
     number: int  # of the call in its answer, from 0
     name: str
     text: str  # of the arguments
+    done: bool  # whether these are all
 
 
 class DocumentMarks(NamedTuple):

@@ -71,6 +71,7 @@ class NewCall(NamedTuple):
     number: int  # in its answer
     name: str
     text: str  # of the arguments
+    done: bool  # whether these are all; a call is done before the next one begins
 
 
 @dataclass

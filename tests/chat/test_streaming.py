@@ -180,9 +180,10 @@ def test_streamed_arguments_begin_the_arguments_of_the_whole_answer(
     answer, told = format.content_stream(), dict[int, tuple[str, str]]()
     for at in range(0, len(tokens), size):
         answer.push(tokens[at : at + size])
-        for number, name, more in answer.calls:
+        for number, name, more, done in answer.calls:
             assert told.get(number, (name, ""))[0] == name
             told[number] = name, told.get(number, ("", ""))[1] + more
+            assert not done or told[number][1] == calls[number]["function"]["arguments"]
     assert list(told) == list(range(len(told)))
     for number, (name, arguments) in told.items():
         whole = calls[number]["function"]

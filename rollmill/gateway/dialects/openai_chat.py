@@ -126,8 +126,7 @@ class ChunkWriter:
         for index, answer in enumerate(reply.answers):
             for number, call in enumerate(answer.message.get("tool_calls") or []):
                 rest = call["function"]["arguments"][self._sent.get((index, number), 0) :]
-                if rest or (index, number) not in self._sent:
-                    events += self._call(index, NewCall(call["id"], number, call["function"]["name"], rest))
+                events += self._call(index, NewCall(call["id"], number, call["function"]["name"], rest, True))
             events += self._event(index, {}, openai.finish_reason(answer), rollmill=reply.about)
         if reply.request.options.get("include_usage"):
             events += fields.event({**self._head, "choices": [], "usage": openai.usage(reply)})
@@ -138,6 +137,8 @@ class ChunkWriter:
 
     def _call(self, index: int, call: NewCall) -> bytes:
         known = self._sent.get((index, call.number))
+        if known is not None and not call.text:
+            return b""
         self._sent[index, call.number] = (known or 0) + len(call.text)
         piece: dict[str, Any] = {"index": call.number, "function": {"arguments": call.text}}
         if known is None:

@@ -122,7 +122,8 @@ class ItemWriter:
         self._head = _head(request, identity)
         self._id = identity.id
         self._options = request.options
-        self._calls: dict[int, tuple[int, int]] = {}  # number -> place in the output, characters sent
+        self._arguments: list[str] = []  # of each call that has begun, as far as they are sent
+        self._done = 0  # calls
         self._sequence = -1
         self._index = -1
         self._open: dict[str, Any] | None = None  # the item that is being written
@@ -148,18 +149,19 @@ class ItemWriter:
             events += self._piece("response.output_text", delta.text, logprobs=logprobs)
         for call in delta.calls:
             # the input of a custom tool is a part of the arguments; calls begin in their order
-            if call.name not in self._options["custom"] and call.number <= len(self._calls):
-                function = {"name": call.name, "arguments": call.text}
+            if call.name not in self._options["custom"] and call.number <= len(self._arguments):
+                before = self._arguments[call.number] if call.number < len(self._arguments) else ""
+                function = {"name": call.name, "arguments": before + call.text}
                 item = _call_item(self._id, self._options, call.number, {"id": call.id, "function": function})
-                events += self._leave() + self._call(call.number, item)
+                events += self._leave() + self._call(call.number, item, call.done)
         return events
 
     def finish(self, reply: Reply) -> bytes:
         events = self._leave()
         body = _completed(reply)
         items = [item for item in body["output"] if item["type"] in ("function_call", "custom_tool_call")]
-        for number, item in enumerate(items):
-            events += self._call(number, item, whole=True)
+        for number, item in enumerate(items[self._done :], self._done):
+            events += self._call(number, item, done=True)
         kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
         return events + self._event(kind, response=body)
 
@@ -192,25 +194,25 @@ class ItemWriter:
         self._open = None
         return events + self._event("response.output_item.done", output_index=self._index, item=item)
 
-    def _call(self, number: int, item: dict[str, Any], whole: bool = False) -> bytes:
-        """A piece of the call's arguments; `whole`: all of them, of which the rest is told."""
+    def _call(self, number: int, item: dict[str, Any], done: bool) -> bytes:
+        """What is new of a call, whose arguments are known so far; `done`: these are all."""
         custom = item["type"] == "custom_tool_call"
         kind, part = ("custom_tool_call_input", "input") if custom else ("function_call_arguments", "arguments")
-        events = b""
-        if number not in self._calls:
+        events, first = b"", number == len(self._arguments)
+        if first:
             self._index += 1
-            self._calls[number] = self._index, 0
+            self._arguments.append("")
             bare = {**item, part: "", "status": "in_progress"}
             events = self._event("response.output_item.added", output_index=self._index, item=bare)
-        index, sent = self._calls[number]
-        place = {"output_index": index, "item_id": item["id"]}
-        new = item[part][sent:] if whole else item[part]
-        self._calls[number] = index, sent + len(new)
-        if new or not sent:
+        place = {"output_index": self._index, "item_id": item["id"]}
+        new = item[part][len(self._arguments[number]) :]
+        self._arguments[number] = item[part]
+        if new or first:
             events += self._event(f"response.{kind}.delta", **place, delta=new)
-        if whole:
+        if done:
+            self._done += 1
             events += self._event(f"response.{kind}.done", **place, **{part: item[part], "name": item["name"]})
-            events += self._event("response.output_item.done", output_index=index, item=item)
+            events += self._event("response.output_item.done", output_index=self._index, item=item)
         return events
 
     def _part(self, kind: str, part: dict[str, Any]) -> bytes:
