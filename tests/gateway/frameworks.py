@@ -1,6 +1,6 @@
 """One agent per framework: it has the tool `bash`, and prints the model's last answer.
 
-argv: the framework, the gateway's URL, a key. It runs in the environment of frameworks.txt, not in the project's.
+argv: the framework, the gateway's URL, a key. It runs in an environment of its own.
 """
 
 from __future__ import annotations
@@ -65,6 +65,69 @@ def pydantic_ai() -> str:
 
     model = OpenAIChatModel("rollmill", provider=OpenAIProvider(base_url=V1, api_key=KEY))
     return str(Agent(model, tools=[bash]).run_sync(PROMPT).output)
+
+
+def pydantic_ai_anthropic() -> str:
+    from anthropic import AsyncAnthropic
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    provider = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_key=KEY))
+    return str(Agent(AnthropicModel("rollmill", provider=provider), tools=[bash]).run_sync(PROMPT).output)
+
+
+def llama_index() -> str:
+    import asyncio
+
+    from llama_index.core.agent.workflow import FunctionAgent
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike("rollmill", api_base=V1, api_key=KEY, is_chat_model=True, is_function_calling_model=True)
+
+    async def look() -> str:
+        return str(await FunctionAgent(tools=[bash], llm=model, streaming=False).run(PROMPT))
+
+    return asyncio.run(look())
+
+
+def inspect_ai() -> str:
+    import asyncio
+
+    from inspect_ai.model import ChatMessageUser, get_model
+    from inspect_ai.tool import tool
+
+    @tool(name="bash")
+    def shell():  # type: ignore[no-untyped-def]
+        async def execute(command: str) -> str:
+            """Run a command.
+
+            Args:
+                command: what to run
+            """
+            return bash(command)
+
+        return execute
+
+    async def look() -> str:
+        model = get_model("anthropic/rollmill", base_url=URL, api_key=KEY)
+        _, output = await model.generate_loop([ChatMessageUser(content=PROMPT)], tools=[shell()])
+        return output.completion
+
+    return asyncio.run(look())
+
+
+def instructor() -> str:
+    import instructor
+    from openai import OpenAI
+    from pydantic import BaseModel
+
+    class Looked(BaseModel):
+        files: list[str]
+
+    client = instructor.from_openai(OpenAI(base_url=V1, api_key=KEY))
+    asked = {"model": "rollmill", "messages": [{"role": "user", "content": PROMPT}]}
+    return client.create(response_model=Looked, **asked).files[0]
 
 
 def smolagents() -> str:

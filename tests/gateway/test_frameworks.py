@@ -1,6 +1,7 @@
 """Agents made with the frameworks of PyPI, unmodified, against the gateway with a scripted engine: wire and record.
 
-They live in an environment of their own, build/frameworks-…, with the versions of frameworks.txt.
+They live in environments of their own, build/frameworks-…, with the versions of frameworks.txt and frameworks_more.txt:
+no single one can hold them all.
 """
 
 from __future__ import annotations
@@ -29,12 +30,21 @@ FRAMEWORKS = (
     "openai_agents",
     "pydantic_ai",
 )
+MORE = (
+    "pydantic_ai_anthropic",
+    "llama_index",
+    "inspect_ai",
+)
 
 
 @pytest.fixture
 async def python() -> Path:
-    """The interpreter of the environment. The packages are installed once."""
-    wanted = HERE / "frameworks.txt"
+    return await interpreter("frameworks.txt")
+
+
+async def interpreter(packages: str) -> Path:
+    """The interpreter of an environment. The packages are installed once."""
+    wanted = HERE / packages
     mark = hashlib.blake2b(wanted.read_bytes() + sys.version.encode(), digest_size=6).hexdigest()
     place = CACHE.parent / f"frameworks-{mark}"
     if not (place / "complete").exists():
@@ -51,8 +61,9 @@ def environment(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": str(home), **QUIET}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-async def test_a_framework_calls_its_tools(mill: Mill, tmp_path: Path, python: Path, framework: str) -> None:
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, *MORE])
+async def test_a_framework_calls_its_tools(mill: Mill, tmp_path: Path, framework: str) -> None:
+    python = await interpreter("frameworks_more.txt" if framework in MORE else "frameworks.txt")
     two: list[tuple[str, dict[str, Any]]] = [("bash", {"command": "cat a"}), ("bash", {"command": "pwd"})]
     stage = Stage(mill, [("bash", {"command": "ls"})], two, "Done.")
     door, key = await stage.open()
@@ -62,6 +73,18 @@ async def test_a_framework_calls_its_tools(mill: Mill, tmp_path: Path, python: P
     trajectory = await door.seal("a")
     stage.check(trajectory, "start")
     assert [message["role"] for message in trajectory.messages[-4:]] == ["assistant", "tool", "tool", "assistant"]
+
+
+async def test_instructor(mill: Mill, tmp_path: Path) -> None:
+    """It forces a call, and asks again with the error if the arguments do not fit."""
+    wrong, right = ("Looked", {"files": 1}), ("Looked", {"files": ["a.py"]})
+    stage = Stage(mill, [wrong], [right])
+    door, key = await stage.open()
+    python = await interpreter("frameworks_more.txt")
+    program = HERE / "frameworks.py"
+    output = await run(python, program, "instructor", door.url, key, env=environment(tmp_path), cwd=tmp_path)
+    assert output.split() == ["a.py"]
+    stage.check(await door.seal("a"), "start")
 
 
 async def test_smolagents(mill: Mill, tmp_path: Path, python: Path) -> None:
