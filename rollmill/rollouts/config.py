@@ -58,7 +58,8 @@ class RolloutConfig(Config):
         300.0,
         gt=0,
         description="Seconds that the grading of one episode may take. A judge that is down is asked again until then; "
-        "after that the episode is dropped, and never gets a zero.",
+        "after that the episode is dropped, and never gets a zero. In training, time in which the judge is down and no "
+        "episode can be graded does not count: the run waits, and goes on when the judge is back.",
     )
     attempts: int = Field(
         3,

@@ -34,6 +34,7 @@ from rollmill.errors import HarnessError, StorageError, TrajectoryError
 from rollmill.rollouts import checkpoint
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.grading import Stalls
 from rollmill.rollouts.hand_in import hand_in_key
 from rollmill.rollouts.ids import as_id
 from rollmill.rollouts.queues import Queue
@@ -74,7 +75,7 @@ class Dispatcher:
         """`claims`: of one of several dispatchers. None: this one plays all groups."""
         self._playing = Queue(config.concurrency)
         self._grading = Queue(config.grading_concurrency or config.concurrency)
-        self._context = replace(context, running=self._playing, grading=self._grading)
+        self._context = replace(context, running=self._playing, grading=self._grading, stalls=Stalls(patient=True))
         self._claims = claims
         self._ledger = ledger
         self._tasks = tasks

@@ -2,7 +2,8 @@
 
 MachineError        the host failed: the episode is graded again, at most `attempts` times
 Overcommitted       the host was so busy that a time-out says nothing: the episode is graded again, alone
-RewardUnavailable   a judge is down: it is asked again until `timeout_s` is over, and a warning is shown
+RewardUnavailable   a judge is down: it is asked again until `timeout_s` is over, and a warning is shown. In training,
+                    the time in which no episode at all could be graded does not count: the run waits for its judge
 any other error     raised at once
 
 An episode without a grade fails with a reason. It never gets a reward of 0: the policy would learn from an outage.
@@ -28,10 +29,15 @@ _AROUND_S = 60.0  # for machines that grading creates
 
 
 class Stalls:
-    """The episodes of a process that wait for a judge. Only the first of them warns."""
+    """The episodes of a process that wait for a judge. Only the first of them warns.
 
-    def __init__(self) -> None:
+    With `patient`, an outage of the judge ends no episode: a run that went on would drop every episode it plays.
+    """
+
+    def __init__(self, *, patient: bool = False) -> None:
         self._waiting: set[str] = set()
+        self.patient = patient
+        self.graded = 0  # episodes that got a grade
 
     def begin(self, trajectory: str, problem: str) -> None:
         if trajectory in self._waiting:
@@ -68,26 +74,33 @@ async def grade_patiently(
     """
     timeout_s = max(timeout_s, own_limit(episode.task)) * await slowdown(episode.machines, episode.task.image)
     problem = "grading does not end"
-    alone = False
+    alone, now = False, asyncio.get_running_loop().time
     backoff = Backoff(min(_FIRST_PAUSE_S, timeout_s / 10), _LONGEST_PAUSE_S)
     try:
         async with asyncio.timeout(timeout_s) as limit:
             while True:
+                asked, graded, down = now(), stalls.graded, False
                 try:
-                    asked = asyncio.get_running_loop().time()
                     async with _turn(episode.machines, alone):  # waiting for it is not part of the grading
-                        limit.reschedule((limit.when() or asked) + asyncio.get_running_loop().time() - asked)
-                        return await grade_episode(grader, episode)
+                        _put_off(limit, now() - asked)
+                        asked = now()
+                        reward = await grade_episode(grader, episode)
+                        stalls.graded += 1
+                        return reward
                 except Overcommitted:
                     alone = True
                     continue
                 except RewardUnavailable as error:
                     problem = error.message
                     stalls.begin(trajectory, problem)
+                    down = True
                 except MachineError:
                     if backoff.failures + 1 >= attempts:
                         raise
-                await asyncio.sleep(backoff.failed())
+                pause = backoff.failed()
+                if down and stalls.patient and stalls.graded == graded:
+                    _put_off(limit, now() - asked + pause)
+                await asyncio.sleep(pause)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -96,3 +109,9 @@ async def grade_patiently(
     raise RewardError(
         f"no grade after {timeout_s:g} s: {problem}", hint="`rollouts.grading_timeout_s` is the time limit"
     )
+
+
+def _put_off(limit: asyncio.Timeout, seconds: float) -> None:
+    when = limit.when()
+    assert when is not None, "it has a limit"
+    limit.reschedule(when + seconds)

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from rollmill.environments.episode import Episode
 from rollmill.environments.rewards.hidden_tests import HiddenTests
 from rollmill.environments.sampler import Draw, Sampler
 from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
 from rollmill.environments.task import Task, TaskSet
 from rollmill.environments.tasks.listed import ListedTasks
-from rollmill.errors import HarnessError, TaskError
+from rollmill.errors import HarnessError, RewardUnavailable, TaskError
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.config import RolloutConfig
@@ -295,6 +296,36 @@ async def test_episodes_that_are_graded_keep_no_other_from_running(world: World)
     await until(lambda: grader.asked >= 2)
     assert dispatcher._grading.full and grader.asked == 2
     await stop(dispatching)
+
+
+class StandInJudge:
+    """Grades as the hidden tests do, unless it is down."""
+
+    name = "judge"
+    down = True
+    asked = 0
+
+    async def grade(self, episode: Episode) -> Reward:
+        self.asked += 1
+        if self.down:
+            raise RewardUnavailable("the judge is down")
+        return await HiddenTests().grade(episode)
+
+
+async def test_a_run_waits_for_its_judge_and_loses_no_episode(world: World) -> None:
+    """However long it is down: no episode is dropped, so none counts as a failure of this host."""
+    judge, pace = StandInJudge(), Pace(1, SIZE, max_staleness=0, steps=1)
+    context = replace(world.context, grader=judge, grading_timeout_s=0.5)
+    dispatching = asyncio.create_task(make_dispatcher(world, context=context, pace=pace).run())
+    rows = world.context.trajectories.list
+    # the pauses between so many are longer than the limit
+    ended = {TrajectoryState.failed, TrajectoryState.graded}
+    await until(lambda: judge.asked >= SIZE * 6 or ended & {row.state for row in rows(run=RUN)} or dispatching.done())
+    states, judge.down = [row.state for row in rows(run=RUN)], False
+    await until(lambda: all(row.state in ended for row in rows(run=RUN)) or dispatching.done())
+    await stop(dispatching)
+    assert states == [TrajectoryState.finished] * SIZE
+    assert [row.state for row in rows(run=RUN)] == [TrajectoryState.graded] * SIZE
 
 
 class StandInGateway(GatewayClient):
