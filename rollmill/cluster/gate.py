@@ -25,7 +25,7 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import Target, serving, while_watching
 from rollmill.environments.environment import build_tasks
 from rollmill.errors import WeightsError
-from rollmill.evals.gate import GateConfig, GateVerdict, judge, mean_quality
+from rollmill.evals.gate import BY_ESTIMATE, GateConfig, GateVerdict, judge, surely_better
 from rollmill.evals.run import Conduct, EvalResult
 from rollmill.evals.suite import EvalConfig
 from rollmill.kinds import code_of
@@ -55,27 +55,55 @@ def run_gate(
     objects = Objects.open(run.home_store)
     suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
     targets, digest = [live.pinned(), candidate.pinned()], suite_digest(run, suite)
-    keys = [_measured_key(target.version, digest) for target in targets]
-    missing = [again or objects.head(key) is None for key in keys]
-    if config.beside and not any(missing):  # live may have been measured again since, beside another candidate
-        missing = [_Measured.read(objects, keys[0]).moment != _Measured.read(objects, keys[1]).moment] * 2
-    if any(missing):
-        wanted = {
-            key: target for key, target, lacks in zip(keys, targets, missing, strict=True) if lacks or config.beside
-        }
-        moment = secrets.token_hex(8)
-        for key, attempts in zip(wanted, _measure(run, list(wanted.values()), suite, on_tick), strict=True):
-            _Measured(moment, attempts).write(objects, key)
-    measured = [_Measured.read(objects, key) for key in keys]
     names = (str(live.version), str(candidate.version))
-    yardstick = None
-    if record and names[0] != names[1]:
-        yardstick = _yardstick(run, objects, live.version, config.yardstick, suite, digest, on_tick)
-    beside = measured[0].moment == measured[1].moment
-    verdict = judge(measured[0].attempts, measured[1].attempts, config, names, beside=beside, yardstick=yardstick)
+    for look in range(config.looks):
+        attempts = suite.attempts << look
+        measured = _both(run, objects, targets, suite, attempts, digest, config.beside, again and not look, on_tick)
+        yardstick = None
+        if record and names[0] != names[1]:
+            yardstick = _yardstick(run, objects, live.version, config.yardstick, suite, attempts, digest, on_tick)
+        verdict, by_estimate = (
+            judge(
+                *(each.attempts for each in measured),
+                rule,
+                names,
+                beside=measured[0].moment == measured[1].moment,
+                yardstick=yardstick,
+            )
+            for rule in (config, config.model_copy(update={"alpha": BY_ESTIMATE}))
+        )
+        if verdict.promotes or not by_estimate.promotes:
+            break
     if record:
         record_verdict(objects, candidate.version, verdict)
     return verdict
+
+
+def _both(
+    run: RunDirectory,
+    objects: Objects,
+    targets: Sequence[Target],
+    suite: EvalConfig,
+    attempts: int,
+    digest: str,
+    beside: bool,
+    again: bool,
+    on_tick: Callable[[], None],
+) -> list[_Measured]:
+    """Both versions with so many attempts per task. What they lack of them is made at the same time."""
+    keys = [_measured_key(target.version, digest) for target in targets]
+    known = [_Measured("", {}) if again else _Measured.read(objects, key) for key in keys]
+    if beside and known[0].moment != known[1].moment:  # live may have been measured since, beside another candidate
+        known = [_Measured("", {})] * 2
+    moment, lacking = secrets.token_hex(8), dict[int, dict[str, Target]]()
+    for key, target, measured in zip(keys, targets, known, strict=True):
+        if measured.lacks(attempts, suite):
+            lacking.setdefault(measured.made, {})[key] = target
+    for made, wanted in lacking.items():
+        more = _measure(run, list(wanted.values()), suite, made, attempts, on_tick)
+        for key, found in zip(wanted, more, strict=True):
+            known[keys.index(key)].with_more(found, moment).write(objects, key)
+    return [_Measured.read(objects, key) for key in keys]
 
 
 def _yardstick(
@@ -84,6 +112,7 @@ def _yardstick(
     live: Version,
     wanted: str | None,
     suite: EvalConfig,
+    attempts: int,
     digest: str,
     on_tick: Callable[[], None],
 ) -> tuple[str, dict[str, list[Conduct]]] | None:
@@ -99,11 +128,12 @@ def _yardstick(
         hint = "set gate.yardstick to a version that is there, or leave it out"
         raise WeightsError(f"gate.yardstick is {version}, whose weights are not in the store", hint=hint)
     if version != live and not lost:
-        if objects.head(key) is None:
-            _Measured("yardstick", _measure(run, [target], suite, on_tick)[0]).write(objects, key)
+        measured = _Measured.read(objects, key)
+        if measured.lacks(attempts, suite):
+            (more,) = _measure(run, [target], suite, measured.made, attempts, on_tick)
+            measured.with_more(more, "yardstick").write(objects, key)
         found, of_live = (_Measured.read(objects, each).attempts for each in (key, _measured_key(live, digest)))
-        ours, best = mean_quality(of_live, found)
-        if wanted or best > ours:
+        if wanted or not surely_better(found, of_live):
             return str(version), found
     if not wanted and known != str(live):
         objects.put(_YARDSTICK, json.dumps({"version": str(live)}).encode())
@@ -155,8 +185,23 @@ class _Measured:
     moment: str  # versions that were measured at the same time have the same
     attempts: dict[str, list[Conduct]]
 
+    @property
+    def made(self) -> int:
+        """Attempts per task."""
+        return max(map(len, self.attempts.values()), default=0)
+
+    def lacks(self, attempts: int, suite: EvalConfig) -> bool:
+        """What is measured has the attempts of the suite, or more."""
+        return self.made < attempts if attempts > suite.attempts else not self.attempts
+
+    def with_more(self, attempts: dict[str, list[Conduct]], moment: str) -> _Measured:
+        tasks = self.attempts.keys() | attempts.keys()
+        return _Measured(moment, {task: [*self.attempts.get(task, []), *attempts.get(task, [])] for task in tasks})
+
     @classmethod
     def read(cls, objects: Objects, key: str) -> _Measured:
+        if objects.head(key) is None:
+            return cls("", {})
         tree = json.loads(objects.get(key))
         by_task = {task: [Conduct(**each) for each in attempts] for task, attempts in tree["attempts"].items()}
         return cls(tree["moment"], by_task)
@@ -166,9 +211,16 @@ class _Measured:
 
 
 def _measure(
-    run: RunDirectory, targets: Sequence[Target], suite: EvalConfig, on_tick: Callable[[], None]
+    run: RunDirectory,
+    targets: Sequence[Target],
+    suite: EvalConfig,
+    made: int,
+    attempts: int,
+    on_tick: Callable[[], None],
 ) -> list[dict[str, list[Conduct]]]:
-    """Evaluate versions at the same time, each with a gateway and engines of its own. Returns the attempts of each."""
+    """Evaluate versions at the same time, each with a gateway and engines of its own. Returns the attempts of each that
+    come after the `made` first ones, up to `attempts` per task."""
+    suite = suite.model_copy(update={"attempts": attempts - made})
     with contextlib.ExitStack() as held:
         services = [held.enter_context(serving(run, target, "eval")) for target in targets]
 
@@ -178,7 +230,10 @@ def _measure(
             on_tick()
 
         async def both() -> list[list[EvalResult]]:
-            work = [evaluation(service, suite, t.version) for (service, _), t in zip(services, targets, strict=True)]
+            work = [
+                evaluation(service, suite, target.version, made)
+                for (service, _), target in zip(services, targets, strict=True)
+            ]
             return list(await asyncio.gather(*work))
 
         found = asyncio.run(while_watching(services[0][1], both(), tick))

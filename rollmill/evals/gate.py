@@ -15,13 +15,15 @@
 Quality is the solve rate if every reward is 1 for a solved task and 0 otherwise: then pass@1 is the same and left out.
 Else it is the mean reward, and costs are per attempt, because few attempts may solve anything.
 
-A metric holds if its one-sided confidence bound (level 1 − alpha) is within its bound: the attempts must show that
-nothing got worse by more than that. With alpha = 0.5 the estimate decides alone, and chance decides close cases. One
-metric that fails holds the candidate. A metric that is 0 / 0 for both versions is not measured: it never counts as
-passed, and without a measured quality nothing is promoted.
+A metric holds if its one-sided confidence bound (level 1 − alpha / looks) is within its bound: the attempts must show
+that nothing got worse by more than that. Who is within all bounds by estimate and has not shown it gets more attempts,
+up to the last look. With alpha = 0.5 the estimate decides alone, and chance decides close cases. One metric that fails
+holds the candidate. A metric that is 0 / 0 for both versions is not measured: it never counts as passed, and without a
+measured quality nothing is promoted.
 
 Live alone would let many small losses add up. The yardstick is the best version that was ever promoted, or one that you
-pin: so max_quality_loss is the budget of all promotions together.
+pin: so max_quality_loss is the budget of all promotions together. Another one is better if the whole interval says so:
+by estimates, chance would soon replace the yardstick by a worse one.
 
 Seconds of engines are those in which they computed: on GPUs, GPU-seconds. A version's attempts share them by tokens.
 Seconds depend on what else a host does. So both kinds are compared only if both versions were measured at the same
@@ -72,7 +74,7 @@ class GateConfig(Config):
         None, description="Least solve rate or mean reward of a live version, whatever the one before it reaches."
     )
     max_quality_loss: float = Field(
-        0.05,
+        0.04,
         ge=0,
         description="Most that quality may fall below the live version, and below the yardstick: so it is the budget "
         "of all promotions together. Quality is the solve rate, or the mean reward where rewards are not 0 or 1.",
@@ -117,6 +119,15 @@ class GateConfig(Config):
         le=BY_ESTIMATE,
         description="Chance that a metric passes although it is beyond its bound. Smaller needs more attempts. 0.5: "
         "the estimate decides without proof, so a candidate exactly at its bound passes every second time.",
+    )
+    looks: int = Field(
+        3,
+        ge=1,
+        le=8,
+        description="How often a candidate is looked at that is within all bounds by estimate, and has not shown it: "
+        "after each look all versions get twice as many attempts per task. So evals.attempts = 4 becomes 8, then 16. "
+        "Each look has its part of `alpha`. More tell an equal candidate from a worse one, and take longer where it is "
+        "close.",
     )
     least_tasks: int = Field(
         20, ge=1, description="Fewest tasks that both versions must have attempted. With fewer, nothing is promoted."
@@ -199,10 +210,10 @@ def judge(
     )
 
 
-def mean_quality(live: Attempts, candidate: Attempts) -> tuple[float, float]:
-    """Mean rewards on the tasks that both have."""
-    sides = _Sides.of(live, candidate, GateConfig())
-    return tuple(clustered_interval(list(each.values())).value for each in sides.rewards())  # type: ignore[return-value]
+def surely_better(known: Attempts, other: Attempts) -> bool:
+    """Whether `other` has more quality than `known`, over the whole interval."""
+    sides = _Sides.of(known, other, GateConfig())
+    return clustered_difference(*sides.rewards(), sides.confidence).low > 0
 
 
 @dataclass(frozen=True)
@@ -227,8 +238,8 @@ class _Sides:
 
     @property
     def confidence(self) -> float:
-        """Two-sided, so that each end is a one-sided bound of 1 − alpha."""
-        return 1 - 2 * (USUAL if self.config.alpha == BY_ESTIMATE else self.config.alpha)
+        """Two-sided, so that each end is a one-sided bound of 1 − alpha, which the looks share."""
+        return 1 - 2 * (USUAL if self.config.alpha == BY_ESTIMATE else self.config.alpha / self.config.looks)
 
     @cached_property
     def kind(self) -> Literal["solve rate", "mean reward"]:

@@ -86,6 +86,7 @@ class Examination:
     version: int
     max_answer_tokens: int
     seed: int
+    first: int = 0  # the number of the first attempt, if earlier ones are made already
 
     @property
     def index_run(self) -> str:
@@ -225,7 +226,7 @@ def sampling_of(task: Task, cell: Cell, number: int, examination: Examination) -
     return Sampling(
         temperature=cell.temperature,
         max_tokens=examination.max_answer_tokens,
-        seed=rollout_seed(examination.seed, task.id, number),
+        seed=rollout_seed(examination.seed, task.id, examination.first + number),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -238,6 +239,15 @@ def test_many_small_losses_are_held_by_the_best_version_that_was_live(
     assert json.loads(verdicts.get("gates/yardstick.json")) == {"version": "rl@1"}
 
 
+def test_a_live_version_that_seems_a_little_better_does_not_become_the_yardstick(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 3)
+    measure(run, rl_0=0.6, rl_1=0.602, rl_2=0.602)
+    objects, config = Objects.open(run.home_store), GateConfig()
+    for live, candidate in (("rl@0", "rl@1"), ("rl@1", "rl@2")):
+        assert run_gate(run, find_target(run, live), find_target(run, candidate), run.config.evals, config).promotes
+        assert json.loads(objects.get("gates/yardstick.json")) == {"version": "rl@0"}
+
+
 def test_a_yardstick_can_be_pinned_and_is_measured_where_it_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,3 +267,39 @@ def test_a_yardstick_can_be_pinned_and_is_measured_where_it_was_not(
     assert asked == ["rl@0"]
     with pytest.raises(WeightsError, match="yardstick is rl@9, whose weights are not"):
         run_gate(run, *targets, run.config.evals, GateConfig(yardstick="rl@9"))
+
+
+def test_a_candidate_that_is_close_gets_more_attempts_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rl@1 is equal, but 128 tasks with 4 attempts do not show it; rl@2 is clearly worse. The yardstick is rl@0."""
+    run = published_run(tmp_path, 3, "evals.attempts=4")
+    rates, asked = {0: 0.5, 1: 0.5, 2: 0.3}, list[tuple[str, int, int]]()
+
+    def measured(
+        run: object, targets: list[Target], suite: object, made: int, attempts: int, *rest: object
+    ) -> list[dict[str, list[Conduct]]]:
+        asked.extend((str(target.version), made, attempts) for target in targets)
+        found = []
+        for number in (target.version.number for target in targets):
+            draw = random.Random(f"59 {number} {made}")
+            shares = [
+                draw.choices((True, False), (rates[number], 1 - rates[number]), k=attempts - made) for _ in range(128)
+            ]
+            found.append(
+                {f"heldout {t}": [Conduct(s, 10, 1.0, 1, 0, False) for s in of] for t, of in enumerate(shares)}
+            )
+        return found
+
+    monkeypatch.setattr("rollmill.cluster.gate._measure", measured)
+    config = GateConfig(max_more_tokens=9.0)
+    live, equal, worse = (find_target(run, f"rl@{number}") for number in range(3))
+    verdict = run_gate(run, live, worse, run.config.evals, config)
+    assert not verdict.promotes and asked == [("rl@0", 0, 4), ("rl@2", 0, 4)]
+    asked.clear()
+    verdict = run_gate(run, live, equal, run.config.evals, config)
+    assert verdict.promotes and verdict.attempts == 128 * 16
+    rounds = ((0, 4), (4, 8), (8, 16))
+    assert asked == [(name, *each) for each in rounds for name in ("rl@0", "rl@1")], "both at the same time"
+    asked.clear()
+    assert run_gate(run, live, equal, run.config.evals, config) == verdict and not asked

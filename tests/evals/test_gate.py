@@ -17,6 +17,7 @@ from rollmill.evals.statistics import clustered_ratio, seen
 
 NAMES = ("rl@1", "rl@2")
 ESTIMATES = GateConfig(alpha=0.5, least_tasks=1)
+ONCE = GateConfig(looks=1, max_quality_loss=0.05)
 SOLVES = Conduct(solved=True, tokens=100, seconds=2.0, calls=4, malformed=0, asked=False, engine_seconds=0.4)
 
 
@@ -32,7 +33,7 @@ def attempts(
 
 
 def compare(candidate: dict[str, list[Conduct]], config: GateConfig | None = None) -> GateVerdict:
-    return judge(attempts(0.6), candidate, config or GateConfig(), NAMES)
+    return judge(attempts(0.6), candidate, config or ONCE, NAMES)
 
 
 def named(verdict: GateVerdict, name: str) -> Metric:
@@ -102,7 +103,7 @@ def test_a_bound_has_to_be_proved_unless_alpha_says_otherwise() -> None:
 def test_a_lower_mean_reward_holds_where_nothing_counts_as_solved(alpha: float) -> None:
     """A judge's scores: no attempt reaches 1, so no attempt is solved."""
     live, candidate = (attempts(0.0, partial(replace, reward=score)) for score in (0.9, 0.2))
-    config = GateConfig(alpha=alpha)
+    config = ONCE.model_copy(update={"alpha": alpha})
     verdict = judge(live, candidate, config, NAMES)
     assert failing(verdict) == ["quality"] and verdict.quality == "mean reward"
     quality = verdict.metrics[0]
@@ -125,14 +126,14 @@ def test_the_first_live_version_has_only_a_bar() -> None:
     same = attempts(0.6)
     verdict = judge(same, same, GateConfig(offline_bar=0.4), ("rl@1", "rl@1"))
     assert verdict.promotes and [metric.name for metric in verdict.metrics] == ["bar"]
-    assert judge(same, same, GateConfig(), ("rl@1", "rl@1")).promotes
+    assert judge(same, same, ONCE, ("rl@1", "rl@1")).promotes
     assert failing(judge(same, same, GateConfig(offline_bar=0.7), ("rl@1", "rl@1"))) == ["bar"]
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 8, 19])
 def test_few_tasks_never_promote(tasks: int) -> None:
     few = {f"task-{task}": [SOLVES] for task in range(tasks)}
-    for config in (GateConfig(), GateConfig(alpha=0.5)):
+    for config in (ONCE, GateConfig(alpha=0.5)):
         verdict = judge(few, few, config, NAMES)
         assert verdict.reasons[-1] == f"{tasks} tasks are too few to decide: gate.least_tasks is 20"
     assert "quality" in failing(judge(few, few, GateConfig(least_tasks=1), NAMES)), "and prove nothing"
@@ -140,7 +141,7 @@ def test_few_tasks_never_promote(tasks: int) -> None:
 
 def test_small_losses_do_not_add_up() -> None:
     """Ten candidates in a row solve each 2 points less. Against live alone nearly all would pass."""
-    config, rates = GateConfig(alpha=0.5), [0.7 - 0.02 * step for step in range(11)]
+    config, rates = GateConfig(alpha=0.5, max_quality_loss=0.05), [0.7 - 0.02 * step for step in range(11)]
     made = [{f"t{task}": [replace(SOLVES, solved=task < 1000 * rate)] for task in range(1000)} for rate in rates]
     live = 0
     for number in range(1, 11):
@@ -169,7 +170,7 @@ def test_an_equal_candidate_passes_a_suite_that_can_see_the_bound_and_a_worse_on
                 }
                 for p_T in (easy_T, easy_T - loss)
             )
-            verdict = judge(live, candidate, GateConfig(max_more_tokens=1.0, max_more_engine_seconds=1.0), NAMES)
+            verdict = judge(live, candidate, ONCE.model_copy(update={"max_more_tokens": 1.0}), NAMES)
             passed[loss] += verdict.promotes
     assert passed[0.0] >= 55 and passed[0.05] <= 8
 
@@ -184,7 +185,7 @@ def test_a_suite_says_what_it_can_see() -> None:
 def test_seconds_count_only_if_both_were_measured_at_the_same_time() -> None:
     slow = attempts(0.6, lambda one: replace(one, seconds=10.0, engine_seconds=2.0))
     assert failing(compare(slow)) == ["engine_seconds", "latency"]
-    verdict = judge(attempts(0.6), slow, GateConfig(), NAMES, beside=False)
+    verdict = judge(attempts(0.6), slow, ONCE, NAMES, beside=False)
     assert verdict.promotes and "latency" not in [metric.name for metric in verdict.metrics]
     assert "all 6 measured metrics" in verdict.reasons[0]
     why = "latency and seconds of engines are left out: rl@1 and rl@2 were not measured at the same time"
@@ -208,7 +209,7 @@ def test_engines_that_do_not_tell_their_seconds_hold_nobody(side: int) -> None:
     """For example attempts that an older release has measured."""
     sides = [attempts(0.6), attempts(0.6)]
     sides[side] = attempts(0.6, lambda one: replace(one, engine_seconds=0.0))
-    verdict = judge(sides[0], sides[1], GateConfig(), NAMES)
+    verdict = judge(sides[0], sides[1], ONCE, NAMES)
     assert verdict.promotes and "all 7 measured metrics" in verdict.reasons[0]
     assert verdict.notes[1:] == ("seconds of engines are left out: not all engines told how long they computed",)
 
@@ -223,7 +224,7 @@ def test_attempts_that_the_candidate_lost_are_unsolved() -> None:
     count = sum(each.lost for all_ in losing.values() for each in all_)
     assert verdict.notes[1:] == (f"{count} attempts of rl@2 were lost by the infrastructure and count as unsolved",)
     assert named(verdict, "latency").candidate == 2.0, "seconds of lost attempts are not known"
-    verdict = judge(losing, attempts(0.6), GateConfig(), NAMES)
+    verdict = judge(losing, attempts(0.6), ONCE, NAMES)
     assert verdict.metrics[0].live == 1.0 and "quality" in failing(verdict), "those of the live version do not count"
 
 
@@ -231,19 +232,19 @@ def test_tasks_that_only_one_of_them_attempted_do_not_count() -> None:
     more = {**attempts(0.6), "other": [replace(SOLVES, solved=False)] * 100}
     assert compare(more).metrics[0].change.value == 0.0
     with pytest.raises(RollmillError, match="no task that both"):
-        judge({"a": [SOLVES]}, {"b": [SOLVES]}, GateConfig(), NAMES)
+        judge({"a": [SOLVES]}, {"b": [SOLVES]}, ONCE, NAMES)
 
 
 def test_a_lost_attempt_has_the_least_reward() -> None:
     """Rewards may be negative: nothing would be better than a bad one."""
     live = attempts(0.0, lambda one: replace(one, reward=-1.0))
     lost = {task: [Conduct(False, 0, 0.0, 0, 0, False, lost=True)] * 3 + made[:1] for task, made in live.items()}
-    assert judge(live, lost, GateConfig(), NAMES).metrics[0].change.value == 0.0
+    assert judge(live, lost, ONCE, NAMES).metrics[0].change.value == 0.0
 
 
 def test_nobody_calls_a_tool() -> None:
     silent = attempts(0.6, lambda one: replace(one, calls=0))
-    verdict = judge(silent, silent, GateConfig(), NAMES)
+    verdict = judge(silent, silent, ONCE, NAMES)
     assert verdict.promotes and named(verdict, "malformed").holds is None
     assert "malformed is not measured: 0 / 0 for both" in verdict.notes
 

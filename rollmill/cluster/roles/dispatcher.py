@@ -108,13 +108,13 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: Task
         context.objects.put(results_key(run, label), body)
 
 
-async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -> list[EvalResult]:
-    """Evaluate the version that the engines of a service are pinned to."""
+async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version, first: int = 0) -> list[EvalResult]:
+    """Evaluate the version that the engines of a service are pinned to. `first`: the number of the first attempt."""
     own_line = version.line == service.config.line
     label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
     async with open_context(service, version.line) as context:
         with phase(f"evaluate {version}"):
-            return await _evaluate(service, context, build_tasks(service.config), suite, label, version.number)
+            return await _evaluate(service, context, build_tasks(service.config), suite, label, version.number, first)
 
 
 async def _evaluate(
@@ -124,10 +124,11 @@ async def _evaluate(
     suite: EvalConfig,
     label: str,
     version: int,
+    first: int = 0,
     *,
     alone: bool = False,
 ) -> list[EvalResult]:
-    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed)
+    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed, first)
     return await run_eval(context, tasks, suite, examination, alone=alone)
 
 
