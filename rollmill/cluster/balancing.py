@@ -33,7 +33,7 @@ from rollmill.errors import ConfigError, StorageError
 from rollmill.kinds import build
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.training.stage import StageSection
+from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import GroupState
 
@@ -103,6 +103,7 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
     def look(self) -> Sample | None:
         """What trainer and engines do now; None before the first group and after the last step."""
         ledger, stage = self._ledger, self._stage
+        assert isinstance(stage, RolloutSettings), "only stages with rollouts are balanced"
         if ledger.committed() >= stage.steps or not ledger.groups_started() or ledger.is_spent(stage.pace(stage.steps)):
             return None
         engines = _health(self._run)["engines"]
