@@ -67,6 +67,7 @@ def test_a_baseline_has_its_own_demonstrations(kind: type[Contexts], demonstrate
     assert 0 < found < 40
 
 
+@pytest.mark.slow
 def test_the_arms_of_summaries_differ_in_one_setting() -> None:
     trees = {arm: settings(arm, 0, QUICK) for arm in ARMS}
     for arm, tree in trees.items():

@@ -74,6 +74,7 @@ def _own_memory() -> int:
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
 
 
+@pytest.mark.slow
 def test_memory_never_holds_the_whole_model(tmp_path: Path) -> None:
     make_checkpoint("qwen3 moe", tmp_path, torch.bfloat16, hidden_size=256, moe_intermediate_size=512, vocab_size=9000)
     work = SERVER.Process(target=_there_and_back_in_little_memory, args=(tmp_path, 10 << 20))
