@@ -136,7 +136,7 @@ def _parse(body: bytes, named: str | None) -> Feedback:
     given = given.model_copy(update={"session": given.session or named})
     if given.session is given.segment is given.answer is None:
         raise GatewayError("what the feedback is about is missing", hint="session, segment or answer")
-    if given.value is given.label is given.text is None:
+    if given.value is None and given.label is None and given.text is None:
         raise GatewayError("the feedback is empty", hint="value, label or text")
     if given.value is not None:
         try:
