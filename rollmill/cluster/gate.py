@@ -64,7 +64,8 @@ def run_gate(
             yardstick = _yardstick(run, objects, live.version, config.yardstick, suite, attempts, digest, on_tick)
         verdict, by_estimate = (
             judge(
-                *(each.attempts for each in measured),
+                measured[0].attempts,
+                measured[1].attempts,
                 rule,
                 names,
                 beside=measured[0].moment == measured[1].moment,

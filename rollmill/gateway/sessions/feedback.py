@@ -134,7 +134,7 @@ def _parse(body: bytes, named: str | None) -> Feedback:
     if named is not None and given.session not in (None, named):
         raise GatewayError("the path or the header and the body name two sessions", hint="leave one of them out")
     given = given.model_copy(update={"session": given.session or named})
-    if given.session is given.segment is given.answer is None:
+    if given.session is None and given.segment is None and given.answer is None:
         raise GatewayError("what the feedback is about is missing", hint="session, segment or answer")
     if given.value is None and given.label is None and given.text is None:
         raise GatewayError("the feedback is empty", hint="value, label or text")
