@@ -34,10 +34,10 @@ from rich.table import Table
 
 from benchmarks.deadline_price import simulate
 from benchmarks.output import at_least, at_most, finish
-from rollmill.cluster.drive import drive
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
+from rollmill.launch.supervise import drive
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.telemetry import read_events
 from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.pace import Pace
@@ -64,7 +64,7 @@ def create(root: Path, *overrides: str) -> RunDirectory:
 def midtrain(root: Path, overrides: list[str]) -> RunDirectory:
     """The weights both runs start from."""
     run = create(root, *overrides, "name=base")
-    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"], check=True)
+    subprocess.run([sys.executable, "-m", "rollmill.launch.role", "trainer", str(run.path), "midtrain"], check=True)
     return run
 
 

@@ -23,10 +23,10 @@ from unittest import mock
 from benchmarks.fleet import create, midtrained
 from benchmarks.fleet_engine import KIND
 from benchmarks.output import at_least, finish
-from rollmill.cluster.balance import describe
-from rollmill.cluster.balancing import read_decisions
-from rollmill.cluster.drive import drive
-from rollmill.cluster.run import RunDirectory
+from rollmill.launch.autoscaler import read_decisions
+from rollmill.launch.supervise import drive
+from rollmill.runs.autoscale_rule import describe
+from rollmill.runs.run import RunDirectory
 from rollmill.telemetry import read_events
 
 CORES = 64  # that the host says it has

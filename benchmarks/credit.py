@@ -34,18 +34,18 @@ from typing import Any
 
 from benchmarks.output import at_least, finish
 from rollmill import telemetry
-from rollmill.cluster.drive import drive
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.demo.micro_repos import repository_of
 from rollmill.environments.episode import Episode
 from rollmill.environments.rewards import transcript
 from rollmill.evals.statistics import clustered_difference
+from rollmill.launch.supervise import drive
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TURN, Reward
 
 REWARDS = '{kind="calls"},{kind="benchmarks.credit:EditHint"}'
@@ -160,7 +160,7 @@ def main() -> None:
             root, base = Path(folder), given.base
             if base is None:
                 base = make_run(root, "base", seed, (), None).path
-                command = [sys.executable, "-m", "rollmill.cluster.role", "trainer", str(base), "midtrain"]
+                command = [sys.executable, "-m", "rollmill.launch.role", "trainer", str(base), "midtrain"]
                 subprocess.run(command, check=True)
             after: dict[str, Rates] = {}
             for name, setting in arms.items():

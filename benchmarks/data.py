@@ -32,10 +32,10 @@ from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.config import LocalPath
-from rollmill.training.mixture import Mixture, Part
-from rollmill.training.read_ahead import ReadAhead
-from rollmill.training.source import SourceContext
-from rollmill.training.sources.jsonl import Jsonl, JsonlSettings
+from rollmill.training.pretraining.mixture import Mixture, Part
+from rollmill.training.pretraining.read_ahead import ReadAhead
+from rollmill.training.pretraining.source import SourceContext
+from rollmill.training.pretraining.sources.jsonl import Jsonl, JsonlSettings
 
 CONTEXT = 2048
 LONG = 2_000_000  # bytes of the longest records

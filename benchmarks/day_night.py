@@ -32,19 +32,19 @@ import numpy as np
 from benchmarks.fleet import create
 from benchmarks.fleet_engine import SlowedConfig, SlowedEngine
 from benchmarks.output import at_least, at_most, finish
-from rollmill.cluster.addresses import find_gateway
-from rollmill.cluster.launchers.local import LocalLauncher
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.service import Target, health, serving
 from rollmill.gateway.config import LendingConfig
 from rollmill.inference.embedded.kind import Embedded
 from rollmill.inference.engine import EngineContext, GenerateChunk, GenerateRequest
-from rollmill.rollouts.client import GatewayClient
+from rollmill.launch.launchers.local import LocalLauncher
+from rollmill.launch.services import Target, health, serving
+from rollmill.rollouts.gateway_client import GatewayClient
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.shared.addresses import find_gateway
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 
 PLACES, TOKEN_S = 4, 0.05  # few requests per second: the cores of the host should not matter
@@ -161,7 +161,7 @@ def make_run(root: Path) -> tuple[RunDirectory, Version]:
         "stages.midtrain.steps=1",
     )
     run = create(root, "day-night", *settings)
-    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"], check=True)
+    subprocess.run([sys.executable, "-m", "rollmill.launch.role", "trainer", str(run.path), "midtrain"], check=True)
     store = WeightStore(Objects.open(run.home_store))
     head = store.head("midtrain", run.config.form)
     assert head is not None

@@ -2,8 +2,8 @@
 
 Groups take as long as their longest episode; an episode is a few tool calls, whose times are drawn. Rollouts run at the
 same time, and a training step takes a fixed time. Which groups a step takes is decided by the trainer's own code
-(rollmill/training/deadlines.py). Without the rule, a step takes whatever finished first. Long groups are then trained
-on after their deadline, and their tokens would have to be masked. Both are simulated on the same draws.
+(rollmill/training/rl/deadlines.py). Without the rule, a step takes whatever finished first. Long groups are then
+trained on after their deadline, and their tokens would have to be masked. Both are simulated on the same draws.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmill.training.deadlines import Candidate, choose_groups
+from rollmill.training.rl.deadlines import Candidate, choose_groups
 from rollmill.trajectories.pace import Pace
 
 CALLS = 3  # tool calls of an episode

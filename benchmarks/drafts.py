@@ -33,11 +33,11 @@ from rollmill.inference.engine import GenerateRequest
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
 from rollmill.models.get import get_model
-from rollmill.models.host import to_host
+from rollmill.models.host_tensors import to_host
 from rollmill.models.huggingface.convert import load_tensors, open_checkpoint
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 GUESSES = (0, 4, 8, 16)
 EDIT = '''def summarise(records, limit):

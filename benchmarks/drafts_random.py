@@ -32,10 +32,10 @@ from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, decoder_on
-from rollmill.models.host import to_host
+from rollmill.models.host_tensors import to_host
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 SMALL = SMOLLM2 | {"vocab_size": 4096, "layers": 4, "width": 192, "heads": 3, "kv_heads": 1, "mlp_width": 512}
 BATCHES, PROMPT, STAYS, NEW_TEMPERATURE = (1, 4), 32, 0.97, 100.0

@@ -31,10 +31,10 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.counts import cache_numbers
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
-from rollmill.models.host import load_host, to_host
+from rollmill.models.host_tensors import load_host, to_host
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 MEMORY_BYTES_PER_SECOND = 4.8e12  # of an H200
 GROUP = 16

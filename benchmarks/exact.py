@@ -35,13 +35,13 @@ from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
-from rollmill.models.host import load_host
+from rollmill.models.host_tensors import load_host
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig
-from rollmill.training.optimizer import MasterOptimizer
-from rollmill.training.whole import WHOLE
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
+from rollmill.training.single import WHOLE
 from rollmill.types import Sampling
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 MODES = ("fast", "exact")
 TRAINED = {"cpu": 1024, "cuda": 16384}  # tokens of a step

@@ -88,8 +88,8 @@ def experts() -> int:
 
 
 def attention(figures: dict[str, float]) -> int:
-    from rollmill.models.kernels.attention_triton import Tiles, attention_forward
-    from rollmill.models.kernels.ordered_attention_triton import attend_packed, attend_pages, shape_of
+    from rollmill.models.kernels.attention.ordered_triton import attend_packed, attend_pages, shape_of
+    from rollmill.models.kernels.attention.packed_triton import Tiles, attention_forward
 
     differing, page, sequences, length = 0, 16, 256, 512
     for model, (heads, kv_heads, dim) in HEADS.items():
@@ -117,8 +117,8 @@ def attention(figures: dict[str, float]) -> int:
 
 def _against_packed(heads: int, kv_heads: int, dim: int) -> int:
     """Elements of a decode step over pages that differ from the same position in packed rows."""
-    from rollmill.models.kernels.attention_triton import Tiles
-    from rollmill.models.kernels.ordered_attention_triton import attend_packed, attend_pages, shape_of
+    from rollmill.models.kernels.attention.ordered_triton import attend_packed, attend_pages, shape_of
+    from rollmill.models.kernels.attention.packed_triton import Tiles
 
     page, length = 16, 2000
     q, k, v = (torch.randn(length, each, dim, device="cuda").bfloat16() for each in (heads, kv_heads, kv_heads))

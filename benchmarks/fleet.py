@@ -42,16 +42,16 @@ from rich.console import Console
 from benchmarks.fleet_engine import KIND, PLACES
 from benchmarks.fleet_places import ray_node, s3
 from benchmarks.output import at_least, at_most, finish
-from rollmill.cluster.addresses import find_gateway
-from rollmill.cluster.drive import drive
-from rollmill.cluster.launcher import Launcher
-from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.scale import Engines, ask_scale
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.gateway.routing.fleet import Fleet
 from rollmill.kinds import build
-from rollmill.rollouts.client import GatewayClient
+from rollmill.launch.launcher import Launcher
+from rollmill.launch.rescale import Engines, ask_scale
+from rollmill.launch.supervise import drive
+from rollmill.rollouts.gateway_client import GatewayClient
+from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.shared.addresses import find_gateway
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 
@@ -126,7 +126,7 @@ def fleet_run(root: Path, name: str, bucket: str, *overrides: str) -> RunDirecto
         "stages.midtrain.steps=1",
         *overrides,
     )
-    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"], check=True)
+    subprocess.run([sys.executable, "-m", "rollmill.launch.role", "trainer", str(run.path), "midtrain"], check=True)
     return run
 
 
@@ -235,7 +235,7 @@ def store_costs(root: Path, bucket: str, base: RunDirectory, steps: int) -> dict
 def midtrained(root: Path) -> RunDirectory:
     """A run whose first stage is trained, for RL steps that have something to learn."""
     run = create(root, "base", "stages.midtrain.steps=140", "stages.midtrain.training.threads=1")
-    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"], check=True)
+    subprocess.run([sys.executable, "-m", "rollmill.launch.role", "trainer", str(run.path), "midtrain"], check=True)
     return run
 
 

@@ -20,8 +20,8 @@ from rollmill.models.counts import all_parameters
 from rollmill.models.decoder import Decoder
 from rollmill.storage.objects import Objects
 from rollmill.training.config import TrainingConfig
-from rollmill.training.whole import WHOLE
-from rollmill.weights.reading.store import WeightStore
+from rollmill.training.single import WHOLE
+from rollmill.weights.reading.weight_store import WeightStore
 
 FORMS = ("bf16", "fp8", "nvfp4")
 RATES = (1e-6, 1e-5)

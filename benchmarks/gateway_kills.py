@@ -29,7 +29,7 @@ from benchmarks.gateway_stub import ADMIN, KEY
 from benchmarks.output import at_most, finish
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 ROLLOUTS, FRESH = 8, 4
 

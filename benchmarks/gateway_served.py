@@ -16,14 +16,14 @@ from aiohttp import web
 from benchmarks.gateway_stub import ADMIN, KEY
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.roles.gateway import prepare_process
-from rollmill.cluster.workers import BACKLOG, run_workers
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.workers import Workers
+from rollmill.launch.gateway_workers import BACKLOG, run_workers
+from rollmill.launch.roles.gateway import prepare_process
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 
 def gateway(port: int, engine: str, directory: Path, count: int, places: int = 4096, queue: int = 4096) -> None:

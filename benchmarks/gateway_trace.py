@@ -35,13 +35,13 @@ from benchmarks import gateway_served
 from benchmarks.gateway import CONSOLE, free_port, load, port_of, process, up, write_texts
 from benchmarks.gateway_load import percentile
 from benchmarks.output import finish
-from rollmill.gateway.dialects.openai_chat import OpenAIChat
+from rollmill.gateway.access.account import current_account
 from rollmill.gateway.model_routes import ModelRoutes
 from rollmill.gateway.recording import recorder
 from rollmill.gateway.routing import engine_http
 from rollmill.gateway.sessions.sessions import Session
-from rollmill.gateway.watching.account import current_account
 from rollmill.gateway.watching.observer import Observer
+from rollmill.gateway.wire.dialects.openai_chat import OpenAIChat
 
 STAGES = ("arrived", "handled", "parsed", "planned", "sent", "heard", "encoded", "recorded", "answered")
 _LONG_TURN_S = 0.003

@@ -18,7 +18,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rollmill.realtime.collect import Conversations
+from rollmill.feedback.collect import Conversations
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories import tables
@@ -26,7 +26,7 @@ from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.ledger import Ledger, NewGroup
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward
 
 RUN, SIZE, PER_STEP = "run", 8, 8

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.inference.sections import EnginesSection, engine_specs
+from rollmill.inference.engine_sections import EnginesSection, engine_specs
 from rollmill.storage.objects import Objects
-from rollmill.training.parallel.publish import plan_parcels
-from rollmill.training.parallel.rows import Rows
-from rollmill.training.parallel.split import split
+from rollmill.training.parallel.row_layout import Rows
+from rollmill.training.parallel.shard_publisher import plan_parcels
+from rollmill.training.parallel.token_split import split
 from rollmill.weights.format.codings import encode_full
 from rollmill.weights.format.manifest import (
     Base,
@@ -27,11 +27,11 @@ from rollmill.weights.format.manifest import (
     root_digest,
 )
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.image import Image
+from rollmill.weights.reading.host_weights import Image
 from rollmill.weights.reading.patches import Patches
-from rollmill.weights.reading.plan import Leg, Source
-from rollmill.weights.reading.store import WeightStore
-from rollmill.weights.regions.collect import collect
+from rollmill.weights.reading.read_plan import Leg, Source
+from rollmill.weights.reading.weight_store import WeightStore
+from rollmill.weights.regions.collection import collect
 from rollmill.weights.writing.encoder import entries_of
 from rollmill.weights.writing.publisher import Publisher
 

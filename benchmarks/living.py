@@ -34,16 +34,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.output import at_least, at_most, finish
-from rollmill.cluster.prepare import restore_tokenizer
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.demo.production import open_production, set_live
 from rollmill.demo.simulated_users import PopulationFile, load_population
 from rollmill.evals.statistics import clustered_difference, clustered_interval, wilson
+from rollmill.runs.prepare import restore_tokenizer
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 MIDTRAIN = 140  # steps: enough to solve some tasks and fail others
 POISONS = ("poisoned-calls", "poisoned-questions")
@@ -81,7 +81,7 @@ def make_run(root: Path, name: str, base: Path | None, settings: Sequence[str]) 
     home = root / "base" if base is None else base
     if not (home / "store").is_dir():
         made = RunDirectory.create(root, load_config(RunConfig, DEMO, ["name=base", *SETTINGS]))
-        command = [sys.executable, "-m", "rollmill.cluster.role", "trainer", str(made.path), "midtrain"]
+        command = [sys.executable, "-m", "rollmill.launch.role", "trainer", str(made.path), "midtrain"]
         subprocess.run(command, check=True)
     for folder in ("weights", "companions"):
         shutil.copytree(home / "store" / folder / "midtrain", run.path / "store" / folder / "midtrain")

@@ -34,18 +34,18 @@ from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
 from rollmill.environments.harnesses.summary import SummaryConfig
 from rollmill.environments.harnesses.tools import tool_schemas
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.task import Task
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
-from rollmill.rollouts.client import GatewayClient
+from rollmill.machines.namespace.client import NamespaceHost
+from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import TokenRule
 from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.selection import trainable_sequences
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.training.rl.selection import trainable_sequences
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Sampling, Trajectory
 
 REQUEST, FILE, ADMIN = "Please sum up.", "log.txt", "benchmark-admin"

@@ -44,9 +44,9 @@ from rich.table import Table
 
 from benchmarks import machines_forks, machines_qemu, machines_soak
 from benchmarks.output import at_least, at_most, finish
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.machines.process_snapshot import try_process_snapshot
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.namespace.client import NamespaceHost
+from rollmill.machines.process_snapshot import try_process_snapshot
 
 PARTS = ("namespaces", "forks", "qemu", "held", "processes")
 AT_ONCE = 4

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from benchmarks.output import at_most
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 
 FILE_KB = 256
 # files in folders of 100; what they hold does not matter, nobody compresses it

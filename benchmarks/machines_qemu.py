@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.output import at_least, at_most
-from rollmill.environments.machines.images import BUILT_IN, load_image
-from rollmill.environments.machines.pool import Pool, PoolConfig
-from rollmill.environments.machines.qemu.host import QemuHost
-from rollmill.environments.machines.qemu.machine import QemuMachine
-from rollmill.environments.machines.qemu.parts import find_parts
 from rollmill.errors import MachineError
+from rollmill.machines.images.image import BUILT_IN, load_image
+from rollmill.machines.pool import Pool, PoolConfig
+from rollmill.machines.qemu.host import QemuHost
+from rollmill.machines.qemu.machine import QemuMachine
+from rollmill.machines.qemu.parts import find_parts
 
 RESTORE_S = {"aarch64": 0.5, "x86_64": 0.8}
 PAUSE_MS = {"aarch64": 100.0, "x86_64": 150.0}

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.output import at_most, finish
-from rollmill.environments.machine import Machine, MachineHost
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.machines.pool import Pool, PoolConfig
-from rollmill.environments.machines.qemu.host import QemuHost
 from rollmill.errors import MachineError
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.machine import Machine, MachineHost
+from rollmill.machines.namespace.client import NamespaceHost
+from rollmill.machines.pool import Pool, PoolConfig
+from rollmill.machines.qemu.host import QemuHost
 
 WORKERS = 4
 _PR_SET_CHILD_SUBREAPER = 36

@@ -37,15 +37,15 @@ from typing import Any
 from benchmarks.mbpp_figures import Event, RoleTimes, figures_of, last, rl_figures, tell
 from benchmarks.output import at_least, finish
 from rollmill.cli.target import start_settings
-from rollmill.cluster.drive import import_weights
-from rollmill.cluster.ranks import begin_run
-from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.stages import BEFORE, results_key
 from rollmill.config import load_config, validate_config
 from rollmill.environments.environment import build_tasks
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.tasks.programs import MAIN
 from rollmill.errors import WeightsError
+from rollmill.launch.rank_processes import begin_run
+from rollmill.launch.supervise import import_weights
+from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.stages import BEFORE, results_key
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import EventTail, read_events
 from rollmill.weights import WeightStore

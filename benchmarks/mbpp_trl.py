@@ -27,13 +27,13 @@ from typing import Any
 from benchmarks.mbpp import rollmill, run_in, sft_version
 from benchmarks.mbpp_figures import Curve, curve, rl_figures, seconds_to, smoothed
 from benchmarks.output import at_least, finish
-from rollmill.cluster.run import RunConfig
 from rollmill.config import load_config
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.environments.episode import Episode
 from rollmill.environments.harnesses.chat import files_of
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.reward import grade_episode
+from rollmill.runs.run import RunConfig
 from rollmill.telemetry import read_events
 
 AT_ONCE = 64  # machines

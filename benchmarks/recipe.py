@@ -30,15 +30,15 @@ from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.models.attention import PackedAttention
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.training.advantage import group_advantages, has_signal
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyLoss, PolicyTokens, policy_loss, target_logprobs
-from rollmill.training.mixture import Mixture, Part
-from rollmill.training.objectives.midtrain import MidtrainObjective
-from rollmill.training.optimizer import MasterOptimizer, learning_rate
-from rollmill.training.replay import replay_of
+from rollmill.training.numerics.router_replay import replay_of
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, learning_rate
+from rollmill.training.pretraining.document_objective import MidtrainObjective
+from rollmill.training.pretraining.mixture import Mixture, Part
+from rollmill.training.rl.advantage import group_advantages, has_signal
 
 TOKENS_PER_MICROBATCH = 8192
 

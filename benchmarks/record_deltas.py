@@ -39,10 +39,10 @@ from rollmill.models.attention import PackedAttention, packed_positions
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import router_stats
-from rollmill.training.advantage import group_advantages, has_signal
 from rollmill.training.config import OptimizerConfig, RLConfig
 from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
-from rollmill.training.optimizer import MasterOptimizer, learning_rate
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, learning_rate
+from rollmill.training.rl.advantage import group_advantages, has_signal
 
 DEVIATION = 0.02  # standard deviation of the initial weights, as in large models
 _OPEN, _CLOSE = "([{", ")]}"

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import machines_qemu
-from rollmill.environments.machine import MachineHost
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.machines.qemu.host import QemuHost
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.machine import MachineHost
+from rollmill.machines.namespace.client import NamespaceHost
+from rollmill.machines.qemu.host import QemuHost
 
 FILE = Path(__file__).with_name("machine_starts.json")
 AT_ONCE = (1, 2, 4, 8)

@@ -39,13 +39,13 @@ from rollmill.storage.objects import Objects
 from rollmill.training.background import Background
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
-from rollmill.training.fitting import fitted
-from rollmill.training.optimizer import MasterOptimizer
-from rollmill.training.policy_gradient import PolicyGradient, StepSequences
-from rollmill.training.whole import WHOLE
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
+from rollmill.training.pass_size import fitted
+from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences
+from rollmill.training.single import WHOLE
 from rollmill.types import Version
-from rollmill.weights.reading.follower import Follower
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.line_follower import Follower
+from rollmill.weights.reading.weight_store import WeightStore
 
 BATCH = 64 if torch.cuda.is_available() else 4
 WARM = 4 if torch.cuda.is_available() else 1  # steps before those that count

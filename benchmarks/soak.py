@@ -26,17 +26,17 @@ from rollmill.errors import EngineError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.inference.engine_wire import chunk_from_json, request_to_json
 from rollmill.inference.server import make_app, serving
-from rollmill.inference.wire import chunk_from_json, request_to_json
 from rollmill.models.attention import packed_positions
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import load_host, to_host
-from rollmill.models.kernels.varlen import packed_attention
+from rollmill.models.host_tensors import load_host, to_host
+from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 MODEL = ModelConfig(vocab_size=64, layers=2, width=32, heads=4, kv_heads=2, head_dim=8, experts=0, max_context=256)
 ENGINE = EngineConfig(

@@ -38,19 +38,19 @@ from rich.table import Table
 
 from benchmarks.output import at_least, at_most, finish
 from benchmarks.summary_baselines import KEPT_CALLS, LAST_NOTE, reachable
-from rollmill.cluster.drive import drive
-from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.stages import results_key
 from rollmill.config import validate_config
 from rollmill.demo.walk_demonstrations import WalkHabits, walk_solve_rate
 from rollmill.demo.walks import FILES, Walk
-from rollmill.evals.run import EvalResult
+from rollmill.evals.evaluation import EvalResult
 from rollmill.evals.statistics import Interval, clustered_difference, clustered_ratio
+from rollmill.launch.supervise import drive
+from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.stages import results_key
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Trajectory
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 HERE = Path(__file__).parents[1]
 CONFIG = HERE / "rollmill" / "demo" / "walks.toml"

@@ -15,8 +15,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollmill.chat.conversation import render_conversation
 from rollmill.chat.format import ChatFormat, Message, assistant_message
+from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.demo.walk_demonstrations import NOTHING, read_file, start_of
 from rollmill.demo.walks import FILES, Walk
 from rollmill.environments.harness import HarnessResult
@@ -25,9 +25,9 @@ from rollmill.environments.harnesses.model import Asking
 from rollmill.environments.harnesses.summary import Contexts, resumed
 from rollmill.environments.harnesses.tools import tool_schemas
 from rollmill.environments.harnesses.turns import run_turns, start
-from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
-from rollmill.training.source import Document, SourceContext
+from rollmill.machines.machine import Machine
+from rollmill.training.pretraining.source import Document, SourceContext
 from rollmill.types import Sampling
 
 # a call and its result have 9 tokens, of a window of 44 with an answer of 6. A note has what a summary of the model may

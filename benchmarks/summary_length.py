@@ -33,12 +33,12 @@ from rich.table import Table
 
 from benchmarks.output import at_least, at_most, finish
 from benchmarks.summaries import MORE, QUICK, Measured, Size, measured, tokens_share, train
-from rollmill.cluster.run import RunDirectory
 from rollmill.evals.statistics import clustered_difference
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 SIZE = Size(midtrain=400, steps=40, more=28, groups=6, tasks=128)
 MARGIN = 0.05  # a loss of solve rate that the whole interval must exclude

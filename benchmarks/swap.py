@@ -36,10 +36,10 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
 from rollmill.storage.objects import Objects
 from rollmill.training.config import TrainingConfig
-from rollmill.training.whole import WHOLE
+from rollmill.training.single import WHOLE
 from rollmill.types import Sampling, Version
-from rollmill.weights.reading.follower import Follower, Update
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.line_follower import Follower, Update
+from rollmill.weights.reading.weight_store import WeightStore
 
 DENSITY, BATCH = 0.012, 16
 SMALL = SMOLLM2 | {"vocab_size": 8192, "layers": 6, "width": 256, "heads": 4, "kv_heads": 2, "mlp_width": 704}

@@ -25,12 +25,12 @@ from benchmarks.train_step import NextTokenStep
 from benchmarks.train_step_shapes import LLAMA_8B, SMOLLM2, TINY, draw_
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import round_to_form_
-from rollmill.models.kernels import fp8
+from rollmill.models.host_tensors import round_to_form_
+from rollmill.models.kernels.quantised import fp8
 from rollmill.training import step
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig
-from rollmill.training.optimizer import MasterOptimizer, learning_rate
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, learning_rate
 
 LAST = 20  # steps whose mean is the final loss
 CONFIG = OptimizerConfig(lr=2e-4, warmup_steps=20, max_grad_norm=1.0)

@@ -35,13 +35,13 @@ from benchmarks.output import at_least, at_most, finish
 from benchmarks.train_step_peers import has, transformers_step
 from benchmarks.train_step_shapes import PEAK_OPERATIONS, Shape, floor_seconds, shapes, step_bytes, step_operations
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import round_to_form_
+from rollmill.models.host_tensors import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig, TrainingConfig
-from rollmill.training.fitting import fitted
-from rollmill.training.next_token import NextTokenPasses
-from rollmill.training.optimizer import MasterOptimizer, Update
-from rollmill.training.process import fix_bits
+from rollmill.training.numerics.next_token import NextTokenPasses
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update
+from rollmill.training.pass_size import fitted
+from rollmill.training.reproducible import fix_bits
 
 LR = 1e-4
 CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)

@@ -34,8 +34,8 @@ from rollmill.storage.objects import Objects
 from rollmill.weights.format.codings import Goal
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.follower import Follower
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.line_follower import Follower
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 
 CONSOLE = Console(width=160)

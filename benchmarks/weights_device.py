@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.output import at_least, at_most, finish
 from rollmill.models.updates import delta
-from rollmill.weights.format.audit import audit_host
+from rollmill.weights.format.chunk_audit import audit_host
 from rollmill.weights.format.codings import encode_as
 from rollmill.weights.format.tensors import CHUNK_ELEMENTS, HostTensor, chunk_ranges
 from rollmill.weights.reading.patches import Patch

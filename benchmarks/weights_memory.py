@@ -26,8 +26,8 @@ from benchmarks.weights_synthetic import Law, draw_weights, update
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.format.tensors import HostTensor, Tensors
-from rollmill.weights.reading.follower import Follower
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.line_follower import Follower
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 from rollmill.weights.writing.publisher import Publisher
 

@@ -41,8 +41,8 @@ from rollmill.storage.parallel import read_ranges
 from rollmill.weights.format.codings import Changes, Goal, scatter
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.follower import Follower, Update
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.line_follower import Follower, Update
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 from rollmill.weights.writing.publisher import Publisher
 

@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from rollmill.environments.episode import Episode as Episode
     from rollmill.environments.harness import Harness as Harness
     from rollmill.environments.harness import HarnessResult as HarnessResult
-    from rollmill.environments.machine import Capabilities as Capabilities
-    from rollmill.environments.machine import ExecResult as ExecResult
-    from rollmill.environments.machine import Machine as Machine
-    from rollmill.environments.machine import MachineHost as MachineHost
-    from rollmill.environments.machine import Process as Process
-    from rollmill.environments.machine import ProcessState as ProcessState
-    from rollmill.environments.machine import Snapshot as Snapshot
     from rollmill.environments.reward import Grader as Grader
     from rollmill.environments.sampler import Draw as Draw
     from rollmill.environments.sampler import Sampler as Sampler
@@ -43,10 +36,17 @@ if TYPE_CHECKING:
     from rollmill.inference.engine import Engine as Engine
     from rollmill.inference.engine import EngineContext as EngineContext
     from rollmill.inference.engine import EngineKind as EngineKind
-    from rollmill.training.source import Document as Document
-    from rollmill.training.source import Documents as Documents
-    from rollmill.training.source import Source as Source
-    from rollmill.training.source import SourceContext as SourceContext
+    from rollmill.machines.machine import Capabilities as Capabilities
+    from rollmill.machines.machine import ExecResult as ExecResult
+    from rollmill.machines.machine import Machine as Machine
+    from rollmill.machines.machine import MachineHost as MachineHost
+    from rollmill.machines.machine import Process as Process
+    from rollmill.machines.machine import ProcessState as ProcessState
+    from rollmill.machines.machine import Snapshot as Snapshot
+    from rollmill.training.pretraining.source import Document as Document
+    from rollmill.training.pretraining.source import Documents as Documents
+    from rollmill.training.pretraining.source import Source as Source
+    from rollmill.training.pretraining.source import SourceContext as SourceContext
     from rollmill.training.stage import RolloutSettings as RolloutSettings
     from rollmill.training.stage import Stage as Stage
     from rollmill.training.stage import StageContext as StageContext
@@ -70,17 +70,17 @@ PUBLIC = {
     "Sampler": "rollmill.environments.sampler",
     "Draw": "rollmill.environments.sampler",
     "TaskResults": "rollmill.environments.sampler",
-    "Machine": "rollmill.environments.machine",
-    "MachineHost": "rollmill.environments.machine",
-    "ExecResult": "rollmill.environments.machine",
-    "Process": "rollmill.environments.machine",
-    "ProcessState": "rollmill.environments.machine",
-    "Snapshot": "rollmill.environments.machine",
-    "Capabilities": "rollmill.environments.machine",
-    "Source": "rollmill.training.source",
-    "SourceContext": "rollmill.training.source",
-    "Documents": "rollmill.training.source",
-    "Document": "rollmill.training.source",
+    "Machine": "rollmill.machines.machine",
+    "MachineHost": "rollmill.machines.machine",
+    "ExecResult": "rollmill.machines.machine",
+    "Process": "rollmill.machines.machine",
+    "ProcessState": "rollmill.machines.machine",
+    "Snapshot": "rollmill.machines.machine",
+    "Capabilities": "rollmill.machines.machine",
+    "Source": "rollmill.training.pretraining.source",
+    "SourceContext": "rollmill.training.pretraining.source",
+    "Documents": "rollmill.training.pretraining.source",
+    "Document": "rollmill.training.pretraining.source",
     "Tokenizer": "rollmill.chat.tokenizer",
     "Stage": "rollmill.training.stage",
     "StageContext": "rollmill.training.stage",

@@ -42,10 +42,14 @@ class Slot:
     """What can stand in a section with a kind."""
 
     section: str  # its name in the TOML
-    protocol: type
+    protocol: type | str  # or its name, "module:Class", if it is defined in a higher layer
     built_in: Mapping[str, str]  # kind → "module:Class"
     group: str  # of entry points
     default: str | None = None  # the kind of a section that names none
+
+    def loaded_protocol(self) -> type:
+        found: type = load_object(self.section, self.protocol) if isinstance(self.protocol, str) else self.protocol
+        return found
 
 
 class KindSection(Config):
@@ -178,11 +182,12 @@ def load_class(slot: Slot, kind: str) -> type:
     found = _import(where, module, name)
     if not isinstance(found, type):
         raise ConfigError(f"{where}: {name} is not a class", hint="a kind names a class, which Rollmill constructs")
-    problems = missing_members(found, slot.protocol)
+    protocol = slot.loaded_protocol()
+    problems = missing_members(found, protocol)
     if problems:
         raise ConfigError(
-            f"{where}: {name} is no {slot.protocol.__name__}: {'; '.join(problems)}",
-            hint=f"docs/reference/python.md shows {slot.protocol.__name__}",
+            f"{where}: {name} is no {protocol.__name__}: {'; '.join(problems)}",
+            hint=f"docs/reference/python.md shows {protocol.__name__}",
         )
     return found
 

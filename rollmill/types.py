@@ -136,7 +136,8 @@ class Segment:
     routes_valid: np.ndarray | None = None  # bool [T]
     parent: tuple[str, int] | None = None  # (segment id, token offset): tokens[:offset] are copies of the parent's
     cause: Cause = "start"
-    # The tokens that could be drawn where some were excluded; see trajectories/kept.py. None if nothing was recorded
+    # The tokens that could be drawn where some were excluded; see trajectories/allowed_tokens.py. None if nothing was
+    # recorded
     kept_sizes: np.ndarray | None = None  # int32 [T], bytes of each token's set, 0 where there is none
     kept: np.ndarray | None = None  # uint8, the sets one after the other
 

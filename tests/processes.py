@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from rollmill.cluster.ports import free_ports
+from rollmill.runs.free_ports import free_ports
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -16,9 +16,9 @@ SERVER.set_forkserver_preload(
         "pytest",
         "tests.training.worker",
         "tests.training.parallel.cases",
-        "rollmill.training.parallel.sharded",
+        "rollmill.training.parallel.sharded_ranks",
         "rollmill.trajectories.ledger",
-        "rollmill.storage.directory",
+        "rollmill.storage.directory_store",
         "rollmill.weights.reading.chunks",
         "torch._dynamo",  # torch imports it when a rank shards a model
         "torch.profiler",

@@ -13,9 +13,9 @@ from benchmarks.living import parse
 from rollmill.chat.format import assistant_message
 from rollmill.demo.micro_repos import MicroRepos, repository_of
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.weighted import WeightedRewards
-from rollmill.training.turns import turn_returns
+from rollmill.machines.namespace.client import NamespaceHost
+from rollmill.training.rl.turn_credit import turn_returns
 from tests.test_repo import ROOT
 
 

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.mbpp import QUICK, RECIPE, START_S, Bench, follow, prepare, sft_version, without_sft
 from benchmarks.mbpp_figures import WINDOW, curve, figures_of, rl_figures, seconds_to, smoothed
 from benchmarks.mbpp_trl import compared
-from rollmill.cluster.run import RunDirectory
 from rollmill.environments.environment import build_tasks
+from rollmill.runs.run import RunDirectory
 from tests.test_repo import SMOLLM2
 from tests.weights.build import publish_line
 

@@ -20,12 +20,12 @@ from benchmarks.summary_baselines import (
     reachable,
 )
 from rollmill.chat.formats.compact import CompactFormat
-from rollmill.cluster.run import RunConfig
 from rollmill.config import validate_config
 from rollmill.demo.walk_demonstrations import RESUME, read_file, start_of, walk_tokenizer
 from rollmill.demo.walks import FILES, Walk
 from rollmill.environments.harnesses.summary import Contexts, SummaryConfig
 from rollmill.errors import MachineError
+from rollmill.runs.run import RunConfig
 
 
 async def test_a_long_episode_in_a_short_window(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from rollmill.cluster.run import RunConfig
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError, GatewayError, ObjectMissing, RollmillError, StorageError
+from rollmill.runs.run import RunConfig
 
 
 class Adam(Config):

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import rollmill
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError
 from rollmill.kinds import build, code_of
+from rollmill.runs.run import RunConfig, RunDirectory
 
 OWN = """
     from collections.abc import Iterator

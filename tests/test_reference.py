@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from rollmill.cli.config import print_config
 from rollmill.cli.main import app
 from rollmill.cli.reference import pages, routes
-from rollmill.cluster.run import RunConfig
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError
 from rollmill.gateway.watching.metrics import METRICS
 from rollmill.reference import find_sections, sections, setting_paths, to_toml
+from rollmill.runs.run import RunConfig
 from tests.test_repo import (
     DOCUMENTS,
     EXAMPLES,
@@ -268,7 +268,7 @@ def test_the_pages_are_up_to_date() -> None:
 
 def test_every_route_says_who_may_call_it_and_what_comes_back() -> None:
     found = list(routes())
-    servers = {"gateway", "inference", "storage", "rollouts", "dashboard", "environments/machines/remote"}
+    servers = {"gateway", "inference", "storage", "rollouts", "dashboard", "machines/remote"}
     assert {package for package, _ in found} == servers
     for package, (route, summary, needs, _, returns) in found:
         assert summary and needs and returns, (

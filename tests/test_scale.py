@@ -17,18 +17,18 @@ import pytest
 
 import rollmill
 from benchmarks.growth_weights import Requests, shards_of, version_of
-from rollmill.inference.sections import EnginesSection, engine_specs
+from rollmill.inference.engine_sections import EnginesSection, engine_specs
 from rollmill.storage.objects import Objects
-from rollmill.training.parallel import split as split_module
-from rollmill.training.parallel.publish import plan_parcels
+from rollmill.training.parallel import token_split as split_module
+from rollmill.training.parallel.shard_publisher import plan_parcels
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
-from rollmill.weights.format.keys import pack_prefix
 from rollmill.weights.format.manifest import Pack
-from rollmill.weights.reading.image import Image
+from rollmill.weights.format.object_keys import pack_prefix
+from rollmill.weights.reading.host_weights import Image
 from rollmill.weights.reading.patches import Patches
-from rollmill.weights.reading.plan import Leg, Source
-from rollmill.weights.regions.collect import collect
+from rollmill.weights.reading.read_plan import Leg, Source
+from rollmill.weights.regions.collection import collect
 from rollmill.weights.writing.sharded import PartPublisher, part_key
 
 FEW, MANY = 16, 128
@@ -219,7 +219,7 @@ def test_collection_asks_for_no_object_by_itself() -> None:
 
 
 def test_collection_removes_objects_of_a_version_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.weights.regions.collect.ABANDONED_SECONDS", -1.0)
+    monkeypatch.setattr("rollmill.weights.regions.collection.ABANDONED_SECONDS", -1.0)
 
     def cost(count: int) -> int:
         objects, requests = counted(Objects.open("memory://"))

@@ -145,7 +145,7 @@ def test_groups_run_when_their_code_changed_and_on_one_commit_in_three() -> None
     runs = [selection.choose_groups(name, set()) for name in commits]
     for group in selection.GROUPS:
         assert 70 < sum(group in chosen for chosen in runs) < 130
-    always = [selection.choose_groups(name, {"rollmill/models/kernels/head_triton.py"}) for name in commits]
+    always = [selection.choose_groups(name, {"rollmill/models/kernels/heads/head_triton.py"}) for name in commits]
     assert all("kernels" in chosen for chosen in always) and not all("ray" in chosen for chosen in always)
 
 

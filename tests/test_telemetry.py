@@ -215,10 +215,10 @@ def test_every_event_is_declared() -> None:
 
 
 def test_fields_found_only_by_running_are_declared() -> None:
-    from rollmill.evals.run import EvalResult
+    from rollmill.evals.evaluation import EvalResult
     from rollmill.training.diagnostics import distance, mismatch_figures, token_figures
-    from rollmill.training.optimizer import Update
-    from rollmill.training.replay import RouterMeasures
+    from rollmill.training.numerics.router_replay import RouterMeasures
+    from rollmill.training.optimizers.master_optimizer import Update
 
     assert EVENTS["eval"].fields.keys() == {field.name for field in fields(EvalResult)}
     update = Update(0.0, 0.0, True).figures()

@@ -6,7 +6,7 @@ turn or of a message before a tool call: only the end of a text ends a document.
 
 from __future__ import annotations
 
-from rollmill.chat.checkpoint import ChatFiles
+from rollmill.chat.chat_files import ChatFiles
 from rollmill.chat.format import ChatFormat, DocumentMarks
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError

@@ -1,8 +1,8 @@
 """The chat template that a model was trained with, as one file that other software can use.
 
 Where the template of a checkpoint has no place for tools, calls, results or a system message, they are written into the
-text of other messages (chat/fitting.py). Software that knows only the template leaves them out, so the model would not
-see what it saw in training. The effective template begins with lines that write them in the same way.
+text of other messages (chat/context_fitting.py). Software that knows only the template leaves them out, so the model
+would not see what it saw in training. The effective template begins with lines that write them in the same way.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 import re
 from datetime import datetime
 
-from rollmill.chat.calls import CallFamily
-from rollmill.chat.fitting import Abilities, describe_tools, written_result
+from rollmill.chat.context_fitting import Abilities, describe_tools, written_result
 from rollmill.chat.format import Message, Tool, assistant_message
 from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.prompt_writer import Writer
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
-from rollmill.chat.writer import Writer
+from rollmill.chat.tool_calls import CallFamily
 
 _NAME, _ARGUMENTS, _SIGNATURES, _RESULT = "rollmill-name", '{"rollmill": 0}', "rollmill-signatures", "rollmill-result"
 _TOOLS: list[Tool] = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("a", "b")]

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from rollmill.trajectories.admission import Verdict
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.rows import TrajectoryRow
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.table_rows import TrajectoryRow
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 PRODUCTION = "production"  # what the gateway lists live traffic under
 _WORDS = {"admitted": "admitted", "stale": "stale", "no_room": "no room", "refused": "refused"}

@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollmill.cluster.run import RunConfig
     from rollmill.reference import Section
+    from rollmill.runs.run import RunConfig
 
 TASK_FILES = "task-files"
 
@@ -40,8 +40,8 @@ def show_settings(
     from rich.markup import escape
     from rich.table import Table
 
-    from rollmill.cluster.run import RunConfig
     from rollmill.reference import find_sections, sections
+    from rollmill.runs.run import RunConfig
 
     console = Console(highlight=False)
     if section == TASK_FILES:

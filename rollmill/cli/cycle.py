@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.realtime.journal import Cycle, Journal
+    from rollmill.runs.cycle_journal import Cycle, Journal
 
 app = typer.Typer(
     help="Real-time RL: collect, distil, train, gate, canary, then promote, hold or roll back.", no_args_is_help=True
@@ -41,9 +41,9 @@ def run_cycles(
     """
     from rich.console import Console
 
-    from rollmill.cluster.cycle import CycleDriver, left_out
-    from rollmill.cluster.extend import change_cycle
-    from rollmill.cluster.naming import open_with_index
+    from rollmill.launch.extend import change_cycle
+    from rollmill.realtime.cycle import CycleDriver, left_out
+    from rollmill.runs.opening import open_with_index
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     run = change_cycle(open_with_index(directory), overrides or ())
@@ -157,8 +157,8 @@ def _figures(facts: dict[str, Any]) -> list[str]:
 
 
 def _journal(directory: Path) -> Journal:
-    from rollmill.cluster.naming import open_with_index
-    from rollmill.realtime.journal import Journal
+    from rollmill.runs.cycle_journal import Journal
+    from rollmill.runs.opening import open_with_index
     from rollmill.storage.database import open_database
 
     run = open_with_index(directory)

@@ -12,7 +12,7 @@ from rollmill.errors import ConfigError
 if TYPE_CHECKING:
     import ssl
 
-    from rollmill.dashboard.source import Source
+    from rollmill.dashboard.run_source import Source
     from rollmill.gateway.access.keys import KeyRing
 
 PORT = 8800
@@ -54,8 +54,8 @@ def dashboard(
     """
     from aiohttp import web
 
-    from rollmill.cluster.ports import held_port
     from rollmill.dashboard.app import is_loopback, make_app
+    from rollmill.runs.free_ports import held_port
 
     source = _source(target, objects, run, tokenizer)
     open_to_all = not is_loopback(host)
@@ -80,7 +80,7 @@ def dashboard(
 
 
 def _source(target: str, objects: str | None, run: str | None, tokenizer: Path | None) -> Source:
-    from rollmill.dashboard.source import Source
+    from rollmill.dashboard.run_source import Source
 
     if "://" in target:
         return Source.of_database(target, objects, run, tokenizer)
@@ -111,7 +111,7 @@ def _keys(source: Source, host: str) -> KeyRing:
 
 
 def _tls(source: Source) -> ssl.SSLContext | None:
-    from rollmill.cluster.roles.gateway import tls_context
+    from rollmill.launch.roles.gateway import tls_context
 
     if source.run is None or source.run.config.gateway.tls_cert is None:
         return None

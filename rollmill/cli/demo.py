@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.runs.run import RunDirectory
 
 
 def demo(
@@ -45,10 +45,10 @@ def demo(
     """
     from rollmill.cli.config import print_config
     from rollmill.cli.train import run_to_report
-    from rollmill.cluster.run import RunConfig, RunDirectory
-    from rollmill.cluster.state import is_finished
     from rollmill.config import load_config
     from rollmill.demo import CONFIG
+    from rollmill.runs.run import RunConfig, RunDirectory
+    from rollmill.runs.status import is_finished
 
     name = name or unused_name(root)
     config = load_config(RunConfig, CONFIG, [f'name="{name}"', f"seed={seed}"])
@@ -71,8 +71,8 @@ def play_second_act(run: RunDirectory) -> None:
 
     from rollmill.cli.progress import Progress
     from rollmill.cli.train import print_result
-    from rollmill.cluster.report import read_living, report_run
     from rollmill.demo.second_act import MIDTRAIN, live_cycle, make_run, midtrain
+    from rollmill.runs.write_report import read_living, report_run
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:

@@ -18,7 +18,7 @@ import typer
 from rollmill.errors import MachineError, RollmillError
 
 if TYPE_CHECKING:
-    from rollmill.environments.machines.probe import Probed
+    from rollmill.machines.probe import Probed
 
 GIB = 1 << 30
 
@@ -154,8 +154,8 @@ def _machines() -> list[Check]:
 async def _try_machine() -> tuple[dict[str, Any], float]:
     import asyncio
 
-    from rollmill.environments.machines.images import BUILT_IN
-    from rollmill.environments.machines.namespace.client import NamespaceHost
+    from rollmill.machines.images.image import BUILT_IN
+    from rollmill.machines.namespace.client import NamespaceHost
 
     host = NamespaceHost()
     try:
@@ -186,11 +186,11 @@ def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) 
     """Each kind of machine: what it can do, or why it does not work here."""
     import asyncio
 
-    from rollmill.environments.machine import MachineHost
-    from rollmill.environments.machines.firecracker.host import FirecrackerHost
-    from rollmill.environments.machines.namespace.client import NamespaceHost
-    from rollmill.environments.machines.probe import probe
-    from rollmill.environments.machines.qemu.host import QemuHost
+    from rollmill.machines.firecracker.host import FirecrackerHost
+    from rollmill.machines.machine import MachineHost
+    from rollmill.machines.namespace.client import NamespaceHost
+    from rollmill.machines.probe import probe
+    from rollmill.machines.qemu.host import QemuHost
 
     made: dict[str, Callable[[], MachineHost]] = {
         "namespace": NamespaceHost,

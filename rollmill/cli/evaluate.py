@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rollmill.cli.settings import Settings
-    from rollmill.evals.run import Conduct, EvalResult
+    from rollmill.evals.evaluation import Conduct, EvalResult
     from rollmill.evals.suite import EvalConfig
-    from rollmill.rollouts.endpoint import Endpoint
+    from rollmill.rollouts.agent_endpoint import Endpoint
 
 SHOWN = 40  # tasks in the table
 
@@ -53,12 +53,12 @@ def evaluate(
     """
     from rollmill.cli.progress import Progress
     from rollmill.cli.target import find_target
-    from rollmill.cluster.naming import open_with_index
-    from rollmill.cluster.service import evaluate, serving
+    from rollmill.launch.services import evaluate, serving
+    from rollmill.runs.opening import open_with_index
 
     if model is not None:
         from rollmill.cli.settings import read_settings
-        from rollmill.rollouts.endpoint import Endpoint
+        from rollmill.rollouts.agent_endpoint import Endpoint
 
         endpoint = Endpoint(model, key or "", model_name)
         _show(endpoint.url, _evaluate_endpoint(read_settings(directory), endpoint, tasks, attempts), json)
@@ -87,9 +87,9 @@ def _evaluate_endpoint(
     from rich.progress import Progress
 
     from rollmill.environments.environment import build_tasks, open_environment
-    from rollmill.evals import run as evals
-    from rollmill.evals.endpoint import evaluate_endpoint
-    from rollmill.rollouts.endpoint import EndpointProxy
+    from rollmill.evals import evaluation as evals
+    from rollmill.evals.model_endpoint import evaluate_endpoint
+    from rollmill.rollouts.agent_endpoint import EndpointProxy
 
     suite = limited_suite(config.evals, tasks, attempts)
     examination = evals.Examination(config.name, "endpoint", 0, config.rollouts.max_answer_tokens, config.seed)

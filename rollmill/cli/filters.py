@@ -10,7 +10,7 @@ from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.trajectories.query import Order, Range, TrajectoryQuery
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 _RANGE = "NUMBER, LOW..HIGH, LOW.. or ..HIGH"
 

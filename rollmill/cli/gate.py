@@ -44,9 +44,9 @@ def gate(
 
     from rollmill.cli.evaluate import limited_suite
     from rollmill.cli.target import find_target
-    from rollmill.cluster.gate import LIVE, require_gate, run_gate
-    from rollmill.cluster.naming import open_with_index
     from rollmill.evals.gate import GateConfig
+    from rollmill.realtime.gate_run import LIVE, require_gate, run_gate
+    from rollmill.runs.opening import open_with_index
     from rollmill.storage.objects import Objects
     from rollmill.weights.reading.channels import Channels
 

@@ -76,8 +76,8 @@ def build(
     machines see the commit and its history: no later commit, branch, tag, remote or reflog. Of an OCI image only files
     are taken: machines run the programs and the Python of this host, so packages are installed for that version.
     """
-    from rollmill.environments.machines.build_image import check_python
     from rollmill.errors import ConfigError
+    from rollmill.machines.images.build import check_python
 
     if all(each is None for each in (directory, requirements, repository, oci, services, suite, dockerfile)):
         raise ConfigError(
@@ -101,11 +101,11 @@ def _build(name: str, sources: dict[str, Any], services: Path | None, verify: li
     import platform
     from collections.abc import Callable
 
-    from rollmill.environments.machines.build_image import build_image
-    from rollmill.environments.machines.build_services import build_with_services
-    from rollmill.environments.machines.images import images_directory
-    from rollmill.environments.machines.services import read_services
-    from rollmill.environments.machines.verify_image import build_verified
+    from rollmill.machines.images.build import build_image
+    from rollmill.machines.images.build_services import build_with_services
+    from rollmill.machines.images.image import images_directory
+    from rollmill.machines.images.services import read_services
+    from rollmill.machines.images.verify import build_verified
 
     make: Callable[[str], Any] = functools.partial(build_image, **sources)
     if services is not None:
@@ -151,9 +151,9 @@ def autoinstall(
     import asyncio
     import os
 
-    from rollmill.environments.machines.images import images_directory
+    from rollmill.machines.images.image import images_directory
+    from rollmill.rollouts.agent_endpoint import Endpoint
     from rollmill.rollouts.autoinstall import install_repository
-    from rollmill.rollouts.endpoint import Endpoint
 
     endpoint = Endpoint(model, os.environ.get(key_env, ""), model_name)
     chosen = name or repository.resolve().name
@@ -176,7 +176,7 @@ def push(name: Name, store: Store) -> None:
     Layers that the store has are not written again. Machines fetch an image when they first need it if `image_store`
     of [machine] names the store.
     """
-    from rollmill.environments.machines.images import push_image
+    from rollmill.machines.images.image import push_image
 
     typer.echo(f"{name}: {len(push_image(name, store))} layers written to {store}")
 
@@ -197,8 +197,8 @@ def pull(
 
     Every layer is checked against its digest. An image with an operating system of its own needs --trust, on each host.
     """
-    from rollmill.environments.machines.images import fetch_image
     from rollmill.errors import TaskError
+    from rollmill.machines.images.image import fetch_image
 
     record = fetch_image(name, store, trust=trust)
     if record is None:
@@ -219,8 +219,8 @@ def list_all() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.environments.machines.build_image import list_images
-    from rollmill.environments.machines.images import images_directory
+    from rollmill.machines.images.build import list_images
+    from rollmill.machines.images.image import images_directory
 
     images = list_images()
     if not images:
@@ -247,7 +247,7 @@ def remove(name: Name) -> None:
 
         rollmill images rm mini
     """
-    from rollmill.environments.machines.build_image import remove_image
+    from rollmill.machines.images.build import remove_image
 
     typer.echo(f"removed {name}, {_size(remove_image(name))} freed")
 

@@ -108,8 +108,8 @@ def revoke(
 
 
 def _store(run_dir: Path) -> KeyStore:
-    from rollmill.cluster.naming import open_with_index
     from rollmill.gateway.access.keys import KeyStore
+    from rollmill.runs.opening import open_with_index
     from rollmill.storage.database import open_database
 
     run = open_with_index(run_dir)

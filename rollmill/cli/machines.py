@@ -26,7 +26,7 @@ def setup(
     QEMU is installed with apt-get, which needs root. Without root, this prints the command to run. The kernel is only
     unpacked into your cache directory. What is already there stays as it is.
     """
-    from rollmill.environments.machines.qemu.setup import set_up
+    from rollmill.machines.qemu.setup import set_up
 
     set_up(typer.echo, architecture)
     typer.echo("`rollmill machines doctor` tries it")
@@ -48,9 +48,9 @@ def doctor() -> None:
     from rich.table import Table
 
     from rollmill.cli.doctor import probe_machines
-    from rollmill.environments.machines.emulation_probe import try_emulation
-    from rollmill.environments.machines.namespace.emulation import other
-    from rollmill.environments.machines.process_snapshot import try_process_snapshot
+    from rollmill.machines.emulation_probe import try_emulation
+    from rollmill.machines.namespace.emulation import other
+    from rollmill.machines.process_snapshot import try_process_snapshot
 
     table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore")
     reasons = []  # below the table: a sentence is hard to read in a narrow column
@@ -107,8 +107,8 @@ def fidelity(
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.environments.machines import fidelity as measure
-    from rollmill.environments.machines.build_image import keep_fidelity
+    from rollmill.machines import fidelity as measure
+    from rollmill.machines.images.build import keep_fidelity
 
     if print_probe:
         print(measure.probe_source(), end="")
@@ -125,9 +125,9 @@ def fidelity(
 
 async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
     from rollmill.config import validate_config
-    from rollmill.environments.machines.fidelity import look
-    from rollmill.environments.sections import MachineSection
     from rollmill.kinds import build
+    from rollmill.machines.fidelity import look
+    from rollmill.machines.machine_section import MachineSection
 
     host = build(validate_config(MachineSection, {"kind": kind}, "--kind"))
     try:
@@ -220,13 +220,13 @@ def serve(
 
     from aiohttp import web
 
-    from rollmill.cluster.ports import held_port
     from rollmill.config import validate_config
-    from rollmill.environments.machines.remote.app import make_app, serve_outwards
-    from rollmill.environments.machines.remote.service import Service
-    from rollmill.environments.sections import MachineSection
     from rollmill.errors import ConfigError
     from rollmill.kinds import build
+    from rollmill.machines.machine_section import MachineSection
+    from rollmill.machines.remote.app import make_app, serve_outwards
+    from rollmill.machines.remote.service import Service
+    from rollmill.runs.free_ports import held_port
     from rollmill.tls import server_context
 
     key = os.environ.get("ROLLMILL_MACHINES_KEY", "")

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollmill.cluster.plan import Plan
+    from rollmill.runs.plan import Plan
 
 
 def plan_run(
@@ -34,10 +34,10 @@ def plan_run(
     """
     from rich.console import Console
 
-    from rollmill.cluster.plan import GPUS, plan
-    from rollmill.cluster.run import RunConfig
     from rollmill.config import load_config
     from rollmill.errors import ConfigError
+    from rollmill.runs.plan import GPUS, plan
+    from rollmill.runs.run import RunConfig
 
     if gpu not in GPUS:
         raise ConfigError(f"there are no figures for --gpu {gpu}", hint=f"known: {', '.join(GPUS)}")

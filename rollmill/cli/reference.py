@@ -30,7 +30,7 @@ _SERVERS = {
     "storage": "Store",
     "rollouts": "Proxy of `rollmill rollout`",
     "dashboard": "Dashboard",
-    "environments/machines/remote": "Machines for other hosts (`rollmill machines serve`)",
+    "machines/remote": "Machines for other hosts (`rollmill machines serve`)",
 }
 _METHODS = {"add_get": "GET", "add_post": "POST", "add_put": "PUT", "add_delete": "DELETE", "add_patch": "PATCH"}
 
@@ -52,8 +52,8 @@ def pages() -> dict[str, str]:
 
 
 def _config() -> Iterator[str]:
-    from rollmill.cluster.run import RunConfig
     from rollmill.reference import sections
+    from rollmill.runs.run import RunConfig
 
     yield "# Settings\n"
     yield (
@@ -88,10 +88,11 @@ def _code(default: str) -> str:
 
 
 def _python() -> Iterator[str]:
-    from rollmill.environments import sections
+    from rollmill.environments import part_sections as sections
     from rollmill.errors import RollmillError
-    from rollmill.inference import sections as engines
-    from rollmill.training import source, stage
+    from rollmill.inference import engine_sections as engines
+    from rollmill.training import stage
+    from rollmill.training.pretraining import source
 
     yield "# Python\n"
     yield (
@@ -105,7 +106,7 @@ def _python() -> Iterator[str]:
     rows = [
         (
             f"`[{each.section}]`",
-            _link(each.protocol.__name__),
+            _link(each.loaded_protocol().__name__),
             f"`{each.group}`",
             ", ".join(f"`{kind}`" for kind in each.built_in),
         )
@@ -223,7 +224,7 @@ def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _routes_in(tree: ast.Module) -> Iterator[tuple[str, ...]]:
-    from rollmill.gateway.openapi import read_docstring
+    from rollmill.gateway.wire.openapi import read_docstring
 
     handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
@@ -243,11 +244,11 @@ def gateway_document() -> dict[str, Any]:
     from rollmill.demo.tokenizer import demo_tokenizer
     from rollmill.gateway.app import make_app
     from rollmill.gateway.config import GatewayConfig
-    from rollmill.gateway.openapi import document
     from rollmill.gateway.routing.fleet import Fleet
+    from rollmill.gateway.wire.openapi import document
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
     tokenizer = demo_tokenizer(512)
     with tempfile.TemporaryDirectory() as name:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.environments.part_sections import RewardSection
     from rollmill.environments.rewards.judge_bias import Bias
-    from rollmill.environments.sections import RewardSection
-    from rollmill.rollouts.replay import Regraded
+    from rollmill.rollouts.regrade import Regraded
+    from rollmill.runs.run import RunDirectory
     from rollmill.trajectories.query import TrajectoryQuery
 
 app = typer.Typer(help="Grade stored trajectories again, and measure judges.", no_args_is_help=True)
@@ -46,7 +46,7 @@ def replay(
     """
     import asyncio
 
-    from rollmill.cluster.naming import open_with_index
+    from rollmill.runs.opening import open_with_index
     from rollmill.trajectories.query import TrajectoryQuery
 
     run = open_with_index(run_dir)
@@ -79,7 +79,7 @@ def bias(
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.cluster.naming import open_with_index
+    from rollmill.runs.opening import open_with_index
 
     run = open_with_index(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
@@ -102,7 +102,7 @@ async def _measure(
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
     from rollmill.trajectories.query import TrajectoryQuery
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
     judges = [each for each in map(build, sections) if isinstance(each, Judge)]
     objects = Objects.open(run.home_store)
@@ -125,7 +125,7 @@ async def _measure(
 
 def _read_rewards(path: Path) -> tuple[RewardSection, ...]:
     from rollmill.config import load_config
-    from rollmill.environments.sections import RewardsFile
+    from rollmill.environments.part_sections import RewardsFile
 
     return load_config(RewardsFile, path).rewards
 
@@ -138,11 +138,11 @@ async def _replay(
 
     from rollmill.environments.environment import build_grader, build_tasks
     from rollmill.kinds import build
-    from rollmill.rollouts.replay import Replay
+    from rollmill.rollouts.regrade import Replay
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
     from rollmill.trajectories.gradings import begin_grading
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
     engine, objects = open_database(run.database_url), Objects.open(run.home_store)
     store = TrajectoryStore(engine, objects)

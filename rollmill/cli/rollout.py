@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rollmill.cli.settings import Settings
     from rollmill.environments.task import Task
-    from rollmill.rollouts.endpoint import Endpoint, Played
+    from rollmill.rollouts.agent_endpoint import Endpoint, Played
 
 ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="URL", help="an OpenAI-compatible endpoint, up to and with /v1")
@@ -45,7 +45,7 @@ def rollout(
     import asyncio
 
     from rollmill.cli.settings import read_settings
-    from rollmill.rollouts.endpoint import Endpoint
+    from rollmill.rollouts.agent_endpoint import Endpoint
 
     settings = read_settings(source)
     if model is None:
@@ -60,7 +60,7 @@ def rollout(
 
 async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, temperature: float) -> Played:
     from rollmill.environments.environment import build_tasks, open_environment
-    from rollmill.rollouts.endpoint import EndpointProxy, play
+    from rollmill.rollouts.agent_endpoint import EndpointProxy, play
     from rollmill.types import Sampling
 
     tasks = build_tasks(config)

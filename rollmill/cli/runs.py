@@ -18,8 +18,8 @@ from rollmill.errors import ConfigError, RollmillError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollmill.cluster.run import RunDirectory
-    from rollmill.cluster.state import RunState
+    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.status import RunState
 
 STOP_PATIENCE_S = 60.0
 Directory = Annotated[
@@ -71,9 +71,9 @@ def status(directory: Directory) -> None:
     """
     from rich.console import Console
 
-    from rollmill.cluster.balance import describe
-    from rollmill.cluster.balancing import read_decisions
-    from rollmill.cluster.state import bytes_of, state_of
+    from rollmill.launch.autoscaler import read_decisions
+    from rollmill.runs.autoscale_rule import describe
+    from rollmill.runs.status import bytes_of, state_of
 
     run, given = _open(directory)
     state = state_of(run)
@@ -146,9 +146,9 @@ def stop(directory: Directory) -> None:
 
         rollmill stop runs/demo
     """
-    from rollmill.cluster.lock import terminate
-    from rollmill.cluster.state import state_of
     from rollmill.kinds import build
+    from rollmill.runs.lock import terminate
+    from rollmill.runs.status import state_of
 
     run, given = _open(directory)
     state = state_of(run)
@@ -187,8 +187,8 @@ def scale(
         rollmill scale runs/demo engines=2
         rollmill scale runs/demo engines=4 away=2
     """
-    from rollmill.cluster.scale import ask_scale
-    from rollmill.cluster.state import state_of
+    from rollmill.launch.rescale import ask_scale
+    from rollmill.runs.status import state_of
 
     run, given = _open(directory)
     for region, count in ask_scale(run, settings).items():
@@ -209,7 +209,7 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
 
         rollmill rm runs/demo
     """
-    from rollmill.cluster.state import bytes_of, state_of
+    from rollmill.runs.status import bytes_of, state_of
 
     run, given = _open(directory)
     if given != str(directory):
@@ -237,8 +237,8 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
 
 def _summary(path: Path) -> dict[str, Any]:
     """One row of `rollmill runs`. A run that cannot be opened is listed too."""
-    from rollmill.cluster.run import RunDirectory
-    from rollmill.cluster.state import bytes_of, state_of
+    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.status import bytes_of, state_of
 
     row: dict[str, Any] = {"run": path.name, "bytes": bytes_of(path)}
     try:
@@ -264,7 +264,7 @@ def _progress(state: RunState) -> str:
 
 
 def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:
-    from rollmill.cluster.state import service_paths
+    from rollmill.runs.status import service_paths
 
     for path in sorted(run.logs.glob("*.log")):
         yield path.stem, path
@@ -275,8 +275,8 @@ def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:
 
 def _open(directory: Path) -> tuple[RunDirectory, str]:
     """The run, and what the user called it."""
-    from rollmill.cluster.naming import url_of
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.runs.opening import url_of
+    from rollmill.runs.run import RunDirectory
 
     return RunDirectory.open(directory), url_of(directory) or str(directory)
 

@@ -13,9 +13,9 @@ from rollmill.cli.target import VersionOption
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollmill.cluster.launchers.local import LocalLauncher
-    from rollmill.cluster.run import RunDirectory
-    from rollmill.cluster.service import Target
+    from rollmill.launch.launchers.local import LocalLauncher
+    from rollmill.launch.services import Target
+    from rollmill.runs.run import RunDirectory
 
 PORT = 8000
 KEY = "api-key"  # a file of the run directory
@@ -53,9 +53,9 @@ def serve(
     from rich.console import Console
 
     from rollmill.cli.target import checkpoint_run, find_target, is_checkpoint
-    from rollmill.cluster.naming import open_with_index
-    from rollmill.cluster.ports import held_port
-    from rollmill.cluster.service import serving, wait_until_ready
+    from rollmill.launch.services import serving, wait_until_ready
+    from rollmill.runs.free_ports import held_port
+    from rollmill.runs.opening import open_with_index
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
@@ -109,7 +109,7 @@ def _watch(service: RunDirectory, cluster: LocalLauncher, console: Console) -> N
     """Keep the processes alive and say when the served version changes, until Ctrl-C."""
     import time
 
-    from rollmill.cluster.service import served_versions
+    from rollmill.launch.services import served_versions
 
     before = served_versions(service)
     while True:

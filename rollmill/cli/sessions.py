@@ -15,8 +15,8 @@ from rollmill.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollmill.cluster.run import RunDirectory
     from rollmill.gateway.sessions.sessions import Session
+    from rollmill.runs.run import RunDirectory
 
 app = typer.Typer(help="Look at the sessions of a run's gateways.", no_args_is_help=True)
 
@@ -37,8 +37,8 @@ def list_sessions(
         rollmill sessions list runs/demo
     """
     from rollmill.cli.weights import display
-    from rollmill.cluster.naming import open_with_index
-    from rollmill.gateway.sessions.overview import describe_session
+    from rollmill.gateway.sessions.session_overview import describe_session
+    from rollmill.runs.opening import open_with_index
 
     run = open_with_index(run_dir)
     found = [describe_session(session) for session in _open_sessions(run)]
@@ -77,8 +77,8 @@ def show(
 
     `rollmill trajectories show` shows the conversation.
     """
-    from rollmill.cluster.naming import open_with_index
-    from rollmill.gateway.sessions.overview import describe_segments, describe_session
+    from rollmill.gateway.sessions.session_overview import describe_segments, describe_session
+    from rollmill.runs.opening import open_with_index
     from rollmill.types import CUT
 
     for each in _open_sessions(open_with_index(run_dir)):
@@ -100,7 +100,7 @@ def show(
 
 
 def _open_sessions(run: RunDirectory) -> list[Session]:
-    from rollmill.gateway.sessions.overview import read_sessions
+    from rollmill.gateway.sessions.session_overview import read_sessions
 
     places = [run.path, *sorted((run.path / "services").glob("*"))]
     logs = [place / role for place in places for role in run.config.gateways]
@@ -110,7 +110,7 @@ def _open_sessions(run: RunDirectory) -> list[Session]:
 def _ended(run: RunDirectory, count: int, still_open: set[str]) -> list[dict[str, Any]]:
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
     if not count or (run.config.database is None and not (run.path / "mill.db").exists()):
         return []

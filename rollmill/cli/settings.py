@@ -33,10 +33,10 @@ def read_settings(path: Path) -> Settings:
     """The environment of a TOML file or of a run directory."""
     from pydantic import create_model
 
-    from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.config import Config, load_config
     from rollmill.environments.environment import find_parts
     from rollmill.rollouts.config import check_reward_times
+    from rollmill.runs.run import RunConfig, RunDirectory
 
     if path.is_dir():
         return RunDirectory.open(path).config

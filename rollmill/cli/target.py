@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.cluster.run import RunDirectory
-    from rollmill.cluster.service import Target
+    from rollmill.launch.services import Target
+    from rollmill.runs.run import RunDirectory
 
 VersionOption = Annotated[
     str | None,
@@ -27,12 +27,12 @@ VersionOption = Annotated[
 def find_target(run: RunDirectory, text: str | None) -> Target:
     """The version, channel or line that is meant. Raises WeightsError if it is not there."""
     from rollmill.cli.weights.places import Place, find_form, find_version
-    from rollmill.cluster.service import Target
     from rollmill.errors import WeightsError
+    from rollmill.launch.services import Target
     from rollmill.storage.objects import Objects
     from rollmill.types import Version
     from rollmill.weights.reading.channels import Channels
-    from rollmill.weights.reading.store import WeightStore
+    from rollmill.weights.reading.weight_store import WeightStore
 
     store, line = WeightStore(Objects.open(run.home_store)), run.config.line
     form: str = run.config.form if run.config.stages else "bf16"  # imported weights have no other form
@@ -52,8 +52,8 @@ def find_target(run: RunDirectory, text: str | None) -> Target:
 
 def start_settings(directory: Path, text: str) -> list[str]:
     """The [start] of a run that starts from a version of the run in `directory`, or at that URL, as overrides."""
-    from rollmill.cluster.naming import url_of
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.runs.opening import url_of
+    from rollmill.runs.run import RunDirectory
 
     run, name = RunDirectory.open(directory), url_of(directory) or str(directory.absolute())
     target = find_target(run, text)
@@ -67,10 +67,10 @@ def is_checkpoint(directory: Path) -> bool:
 
 def checkpoint_run(root: Path, directory: Path) -> RunDirectory:
     """A run that only holds an imported checkpoint. A checkpoint that changes gets a new one."""
-    from rollmill.cluster.checkpoint import check_checkpoint
-    from rollmill.cluster.drive import import_weights
-    from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.config import validate_config
+    from rollmill.launch.supervise import import_weights
+    from rollmill.runs.import_checkpoint import check_checkpoint
+    from rollmill.runs.run import RunConfig, RunDirectory
 
     directory = directory.absolute()
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in directory.iterdir())

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 
 from pydantic_core import PydanticUndefined
 
-_KINDS = (("calls", "hidden_tests"), ("script", "script"), ("pytest", "suite"))  # grading kind, module of rewards/
+_KINDS = (("calls", "calls"), ("script", "script"), ("pytest", "pytest_suite"))  # grading kind, module of rewards/
 
 
 def task_files() -> Iterator[str]:
     """Blocks of Markdown."""
     from importlib import import_module
 
-    from rollmill.environments.tasks import directory, jsonl
-    from rollmill.environments.tasks.splits import TaskFileConfig
+    from rollmill.environments.tasks import jsonl
+    from rollmill.environments.tasks import task_directory as directory
+    from rollmill.environments.tasks.task_splits import TaskFileConfig
 
     yield "# Task files\n"
     yield (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.cluster.launcher import Cluster
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.launch.launcher import Cluster
+    from rollmill.runs.run import RunDirectory
 
 
 Source = Annotated[
@@ -62,15 +62,15 @@ def train(
     """
     from rollmill.cli.config import print_config
     from rollmill.cli.target import start_settings
-    from rollmill.cluster.extend import extend
-    from rollmill.cluster.naming import url_of
-    from rollmill.cluster.preflight import check_here, check_parts, check_stores
-    from rollmill.cluster.ranks import begin_run
-    from rollmill.cluster.run import RunConfig, RunDirectory
-    from rollmill.cluster.state import is_finished
     from rollmill.config import load_config
     from rollmill.errors import ConfigError
     from rollmill.kinds import build
+    from rollmill.launch.extend import extend
+    from rollmill.launch.rank_processes import begin_run
+    from rollmill.runs.opening import url_of
+    from rollmill.runs.preflight import check_here, check_parts, check_stores
+    from rollmill.runs.run import RunConfig, RunDirectory
+    from rollmill.runs.status import is_finished
 
     if resume:
         if start or dry_run:
@@ -122,11 +122,11 @@ def tell_detached(run: RunDirectory) -> None:
 def run_to_report(run: RunDirectory) -> None:
     """Drive the run with a live display, write its report, and print where it is."""
     from rollmill.cli.progress import Progress
-    from rollmill.cluster.drive import drive, follow
-    from rollmill.cluster.ranks import outside_rank
-    from rollmill.cluster.report import report_run
-    from rollmill.cluster.stages import phases
     from rollmill.kinds import build
+    from rollmill.launch.rank_processes import outside_rank
+    from rollmill.launch.supervise import drive, follow
+    from rollmill.runs.stages import phases
+    from rollmill.runs.write_report import report_run
 
     if outside_rank() > 0:
         follow(run)
@@ -152,10 +152,10 @@ def watch(run: RunDirectory, cluster: Cluster) -> None:
     import time
 
     from rollmill.cli.progress import Progress
-    from rollmill.cluster.sink import Sinks
-    from rollmill.cluster.stages import phases
-    from rollmill.cluster.state import is_finished
     from rollmill.errors import RollmillError
+    from rollmill.runs.sink import Sinks
+    from rollmill.runs.stages import phases
+    from rollmill.runs.status import is_finished
 
     sinks = Sinks(run)
     try:
@@ -181,7 +181,7 @@ def watch(run: RunDirectory, cluster: Cluster) -> None:
 
 
 def show_finished(run: RunDirectory) -> None:
-    from rollmill.cluster.report import share_report
+    from rollmill.runs.write_report import share_report
 
     share_report(run)  # its store may not have answered when it was written
     print_result(run.path / "report.html")

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from rollmill.chat.tokenizer import Tokenizer
-    from rollmill.cluster.run import RunDirectory
-    from rollmill.trajectories.rows import TrajectoryRow
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.runs.run import RunDirectory
+    from rollmill.trajectories.table_rows import TrajectoryRow
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
     from rollmill.types import Trajectory
 
 app = typer.Typer(
@@ -182,8 +182,8 @@ def admit(
         rollmill trajectories admit runs/served live-1f0c…
     """
     from rollmill.cli.admit import print_verdicts, select
-    from rollmill.cluster.admission import admit_trajectories
-    from rollmill.cluster.naming import open_with_index
+    from rollmill.runs.admit_experience import admit_trajectories
+    from rollmill.runs.opening import open_with_index
 
     if not ids and source is None:
         raise ConfigError("which trajectories?", hint="give their ids, or --from and the run that has them")
@@ -296,8 +296,8 @@ def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
     """Forget a user in one run, say what was done, and return the trajectories that are kept for now."""
     import asyncio
 
-    from rollmill.cluster.run import RunDirectory
     from rollmill.gateway.sessions.registry import pseudonyms
+    from rollmill.runs.run import RunDirectory
 
     run = RunDirectory.open(run_dir)
     if named and run.config.database is None and not (run.path / "mill.db").exists():
@@ -318,11 +318,11 @@ async def _forget_open(run: RunDirectory, user: str) -> int:
     """End the open sessions of a user at one gateway: the running one is asked, else its log is rewritten."""
     from rollmill.errors import GatewayError
     from rollmill.gateway.sessions.forgetting import forget_in_log
-    from rollmill.rollouts.client import GatewayClient
+    from rollmill.rollouts.gateway_client import GatewayClient
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
     from rollmill.tls import trust
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
     logs = [log for log in run.session_logs if log.exists()]
     if not logs:
@@ -342,10 +342,10 @@ def _open(
     run_dir: Path | None, database: str | None, objects: str | None
 ) -> tuple[RunDirectory | None, TrajectoryStore]:
     """The store to read, and the run if there is one."""
-    from rollmill.cluster.naming import open_with_index
+    from rollmill.runs.opening import open_with_index
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
-    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
     if database is not None:
         if objects is None or run_dir is not None:

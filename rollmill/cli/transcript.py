@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.trajectories.rows import FeedbackRow, LedgerEntry, TrajectoryRow
+from rollmill.trajectories.table_rows import FeedbackRow, LedgerEntry, TrajectoryRow
 from rollmill.types import CUT, Reward, Segment, Span, Trajectory
 
 STATES = {

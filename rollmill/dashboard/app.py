@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from rollmill.dashboard.live import Live
-from rollmill.dashboard.shell import page
-from rollmill.dashboard.source import Source
-from rollmill.dashboard.trajectories import Filters, list_page, reading_page
+from rollmill.dashboard.page_shell import page
+from rollmill.dashboard.run_source import Source
+from rollmill.dashboard.trajectory_pages import Filters, list_page, reading_page
 from rollmill.errors import ConfigError, GatewayError, RollmillError, TrajectoryError
-from rollmill.evals.report.markup import tag
 from rollmill.gateway.access.keys import KeyRing
+from rollmill.runs.report.markup import tag
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -41,8 +41,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 _STATIC = {
-    "report.css": ("rollmill.evals.report", "assets/style.css", "text/css"),
-    "report.js": ("rollmill.evals.report", "assets/page.js", "text/javascript"),
+    "report.css": ("rollmill.runs.report", "assets/style.css", "text/css"),
+    "report.js": ("rollmill.runs.report", "assets/page.js", "text/javascript"),
     "dashboard.css": ("rollmill.dashboard", "static/dashboard.css", "text/css"),
     "dashboard.js": ("rollmill.dashboard", "static/dashboard.js", "text/javascript"),
     "icon.svg": ("rollmill.dashboard", "static/icon.svg", "image/svg+xml"),

@@ -14,21 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.state import RunState, state_of
-from rollmill.dashboard import overview
+from rollmill.dashboard import run_overview as overview
 from rollmill.dashboard.queries import Costs, Queue, Served, read_cycles, read_queue, read_recent, read_served, run_keys
-from rollmill.dashboard.source import Source
-from rollmill.dashboard.status import Channel, read_channels, read_engines, read_processes
+from rollmill.dashboard.run_source import Source
+from rollmill.dashboard.run_status import Channel, read_channels, read_engines, read_processes
 from rollmill.dashboard.watch import Watch
-from rollmill.evals.report.figures import figures
-from rollmill.evals.report.loans import LOANS, loans_chapter, read_loans
-from rollmill.evals.report.markup import Markup, join, tag
-from rollmill.evals.report.page import chapters, every_figure, incidents, lead, tiles
-from rollmill.realtime.journal import Move
+from rollmill.runs.cycle_journal import Move
+from rollmill.runs.report.figures import figures
+from rollmill.runs.report.loans import LOANS, loans_chapter, read_loans
+from rollmill.runs.report.markup import Markup, join, tag
+from rollmill.runs.report.page import chapters, every_figure, incidents, lead, tiles
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.status import RunState, state_of
 from rollmill.training.stage import RolloutSettings
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 FRESH_S = 1.0  # a younger copy is not made again
 SHARE = 20.0

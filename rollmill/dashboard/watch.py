@@ -6,10 +6,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.state import service_paths
-from rollmill.evals.report.figures import Event, RunEvents
-from rollmill.evals.report.loans import LOANS
+from rollmill.runs.report.figures import Event, RunEvents
+from rollmill.runs.report.loans import LOANS
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.status import service_paths
 from rollmill.telemetry import EventTail
 
 # A run of days writes these without end; of each, the newest are kept. All other kinds are rare.

@@ -20,16 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollmill.cluster.drive import drive
-from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo.production import open_production, set_live
 from rollmill.demo.simulated_users import load_population
-from rollmill.realtime.journal import Journal
+from rollmill.launch.supervise import drive
+from rollmill.runs.cycle_journal import Journal
+from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.write_report import ACCEPTANCE, SECOND_ACT
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 WALKS = Path(__file__).with_name("walks.toml")
 MIDTRAIN = "midtrain"

@@ -28,8 +28,8 @@ from rollmill.config import Config, load_config
 from rollmill.environments.environment import Environment
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
+from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy, play
 from rollmill.rollouts.config import RolloutConfig
-from rollmill.rollouts.endpoint import Endpoint, EndpointProxy, play
 from rollmill.signals import About, Signals
 from rollmill.types import Sampling
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from rollmill.environments.placement import Place, Placement
 from rollmill.errors import NoCapacity
+from rollmill.machines.host_choice import Place, Placement
 
 
 class MeasuredStarts(BaseModel):

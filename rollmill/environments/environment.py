@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollmill.environments.harness import Harness
-from rollmill.environments.machine import MachineHost
-from rollmill.environments.machines.pool import Pool, PoolConfig
+from rollmill.environments.part_sections import HarnessSection, RewardSection, TasksSection
 from rollmill.environments.reward import Grader
 from rollmill.environments.rewards.weighted import add_up
-from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
 from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
 from rollmill.kinds import build, resolve_paths, search_also
+from rollmill.machines.machine import MachineHost
+from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.pool import Pool, PoolConfig
 
 
 class Sections(Protocol):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machine import Machine, MachineHost, Snapshot
 from rollmill.environments.task import Task
 from rollmill.errors import RewardError
+from rollmill.machines.machine import Machine, MachineHost, Snapshot
 
 Submission = Mapping[str, bytes]  # path relative to the work directory -> contents; missing files are absent
 

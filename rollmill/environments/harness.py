@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
+from rollmill.machines.machine import Machine
 from rollmill.types import Sampling
 
 
@@ -24,7 +24,8 @@ class HarnessResult:
 
 
 class Progress(Protocol):
-    """How far an episode has come. The rollout keeps it with the state of the machine, see rollouts/checkpoint.py."""
+    """How far an episode has come. The rollout keeps it with the state of the machine, see
+    rollouts/episode_checkpoint.py."""
 
     state: dict[str, Any] | None  # what `reached` was given when the episode was interrupted; None: it begins
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 
-from rollmill.environments.machine import WORK, Machine, MachineHost
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, TaskError
+from rollmill.machines.machine import WORK, Machine, MachineHost
 
 _APPLY_S = 20.0  # in a machine where no submitted code has run
 _LINK = 'mkdir -p -- "$(dirname -- "$1")" && ln -sfn -- "$2" "$1"'

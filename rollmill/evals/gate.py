@@ -58,7 +58,7 @@ from rollmill.evals.statistics import (
 )
 
 if TYPE_CHECKING:
-    from rollmill.evals.run import Conduct
+    from rollmill.evals.evaluation import Conduct
 
 Attempts = Mapping[str, Sequence["Conduct"]]  # task id → its attempts
 Measure = Callable[["Conduct"], float]

@@ -30,35 +30,35 @@ from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.access.access import Access, given_key
+from rollmill.gateway.access.account import current_account
 from rollmill.gateway.access.buckets import Buckets
 from rollmill.gateway.access.keys import KeyRing, KeyStore, unknown_key
 from rollmill.gateway.access.limits import KeyLimits
-from rollmill.gateway.body import parse_object, short
-from rollmill.gateway.completions import Completions
+from rollmill.gateway.answering import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
-from rollmill.gateway.garbage import collect_all
+from rollmill.gateway.garbage_policy import collect_all
 from rollmill.gateway.model_routes import ModelRoutes, dialect_name, dialect_of
-from rollmill.gateway.openapi import document
 from rollmill.gateway.recording.entries import encode_open
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.recording.sealing import Sealer
 from rollmill.gateway.routing.fleet import Fleet, FleetRoutes
 from rollmill.gateway.routing.router import Router
-from rollmill.gateway.routing.splits import SplitStore, follow
+from rollmill.gateway.routing.traffic_splits import SplitStore, follow
 from rollmill.gateway.sessions.early import EarlyFeedback
 from rollmill.gateway.sessions.feedback import FeedbackRoutes
 from rollmill.gateway.sessions.forgetting import AdminRoutes
 from rollmill.gateway.sessions.identity import add_session_paths, path_without_session
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session, SessionFacts, check_id, parse_facts
-from rollmill.gateway.watching.account import current_account
 from rollmill.gateway.watching.metrics import Metrics, added
 from rollmill.gateway.watching.observer import Observer
 from rollmill.gateway.watching.tracing import Tracer
+from rollmill.gateway.wire.body import parse_object, short
+from rollmill.gateway.wire.openapi import document
 from rollmill.gateway.workers import Workers, log_directory, share
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1

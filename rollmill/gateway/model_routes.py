@@ -1,4 +1,4 @@
-"""The routes that clients of the model use, one per dialect. See `rollmill.gateway.dialect`."""
+"""The routes that clients of the model use, one per dialect. See `rollmill.gateway.wire.dialect`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.access.access import Access, given_key
 from rollmill.gateway.access.keys import Key
 from rollmill.gateway.access.privacy import Consent, Privacy
-from rollmill.gateway.aside import aside
-from rollmill.gateway.completions import Ask, Completions
+from rollmill.gateway.answering import Ask, Completions
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.dialect import Dialect, Limits, ModelRequest
-from rollmill.gateway.dialects.anthropic import AnthropicMessages
-from rollmill.gateway.dialects.openai_chat import OpenAIChat
-from rollmill.gateway.dialects.openai_completions import OpenAICompletions
-from rollmill.gateway.dialects.responses import OpenAIResponses, session_of
 from rollmill.gateway.routing.targets import DEFAULT
 from rollmill.gateway.sessions.identity import agent_session, check_named, named_session
 from rollmill.gateway.sessions.registry import Registry, session_in
 from rollmill.gateway.sessions.sessions import Session, is_id
 from rollmill.gateway.sessions.stored import Stored, no_such_item, no_such_response
 from rollmill.gateway.watching.metrics import Metrics
+from rollmill.gateway.wire.dialect import Dialect, Limits, ModelRequest
+from rollmill.gateway.wire.dialects.anthropic import AnthropicMessages
+from rollmill.gateway.wire.dialects.openai_chat import OpenAIChat
+from rollmill.gateway.wire.dialects.openai_completions import OpenAICompletions
+from rollmill.gateway.wire.dialects.responses import OpenAIResponses, session_of
+from rollmill.gateway.wire.offload import aside
 from rollmill.gateway.workers import Workers, opening
-from rollmill.trajectories.rows import consent_of
+from rollmill.trajectories.table_rows import consent_of
 
 log = logging.getLogger(__name__)
 OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()

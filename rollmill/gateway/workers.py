@@ -10,7 +10,7 @@ names, so that its later requests reach the same one.
 A request for a worker that is being restarted waits for it. It is sent again if the worker died before it answered:
 the session's log decides whether the recorded answer is repeated.
 
-A run may have several gateways, each with workers: gateways.py says which gateway a session belongs to. A request for
+A run may have several gateways, each with workers: replicas.py says which gateway a session belongs to. A request for
 another gateway goes there, and any worker there passes it on to the right one.
 """
 
@@ -36,11 +36,11 @@ from rollmill.backoff import Backoff
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
 from rollmill.gateway.access.access import given_key
+from rollmill.gateway.access.account import current_account
 from rollmill.gateway.access.keys import SESSION_KEY
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.gateways import HEADER, Gateways
-from rollmill.gateway.streams import send
-from rollmill.gateway.watching.account import current_account
+from rollmill.gateway.replicas import HEADER, Gateways
+from rollmill.gateway.wire.streams import send
 
 T = TypeVar("T")
 _PEER_S = 10.0  # how long a worker may take to answer another one

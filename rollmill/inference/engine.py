@@ -6,7 +6,7 @@ The same contract over HTTP (`inference/server.py`) and in process (`inference/e
     GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused",
                      "draining"}, and
                      "problem": why it is not at the newest weights, "lent": the line it is lent to,
-                     "loan": how far that is, see `rollmill.inference.lending`,
+                     "loan": how far that is, see `rollmill.inference.lent_engine`,
                      "serves": {"kind": line, channel or version, "name", "context": its longest context},
                      "capabilities": what its kind can do, see Capabilities
     GET  /metrics    counters as Prometheus text
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rollmill.inference.config import EngineConfig
     from rollmill.models.config import ModelConfig
     from rollmill.models.device import Device
-    from rollmill.weights.reading.follower import Update
+    from rollmill.weights.reading.line_follower import Update
 
 # What `Engine.metrics` and `histograms` return, and what its process says about loans: name → meaning. Names that end
 # in _total are counters, in _seconds histograms; the others are gauges.
@@ -122,7 +122,7 @@ class GenerateChunk:
     routes_start: int = 0
     routes: np.ndarray | None = None
     finish: FinishReason | None = None
-    # The tokens that could be drawn, one set per token (trajectories/kept.py). Empty if none were excluded
+    # The tokens that could be drawn, one set per token (trajectories/allowed_tokens.py). Empty if none were excluded
     kept: list[bytes] = field(default_factory=list)
     # set on the last chunk
     oldest_kv_policy: PolicyRef | None = None

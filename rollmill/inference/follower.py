@@ -19,12 +19,12 @@ from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, RollmillError, StorageError, WeightsError
 from rollmill.inference.engine import Engine
-from rollmill.inference.lending import Guests, Loan
+from rollmill.inference.lent_engine import Guests, Loan
 from rollmill.types import Version
-from rollmill.weights.format.keys import valid_name
-from rollmill.weights.reading.follower import LEASE_SECONDS, Follower, Update
+from rollmill.weights.format.object_keys import valid_name
 from rollmill.weights.reading.leases import HeldLeases
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.line_follower import LEASE_SECONDS, Follower, Update
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _WAIT_SHARE = 0.05  # of the time since the last event: a version per minute is 
 
 
 class UpdateSource(Protocol):
-    """A `rollmill.weights.reading.follower.Follower`, or `Pinned`. An update is valid until the next call."""
+    """A `rollmill.weights.reading.line_follower.Follower`, or `Pinned`. An update is valid until the next call."""
 
     problem: str | None
 

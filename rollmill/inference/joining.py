@@ -14,7 +14,7 @@ import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import EngineError
-from rollmill.inference.wire import WIRE
+from rollmill.inference.engine_wire import WIRE
 
 log = logging.getLogger(__name__)
 _TIMEOUT = aiohttp.ClientTimeout(total=5)

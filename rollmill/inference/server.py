@@ -19,14 +19,14 @@ from rollmill.errors import EngineError, RollmillError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.kind import Embedded
 from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineContext, EngineKind, EngineUnavailable
+from rollmill.inference.engine_wire import chunk_to_json, request_from_json
 from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
 from rollmill.inference.joining import Joining, keep_registered
-from rollmill.inference.lending import Guests
-from rollmill.inference.wire import chunk_to_json, request_from_json
+from rollmill.inference.lent_engine import Guests
 from rollmill.models.config import ModelConfig
 from rollmill.types import Version
-from rollmill.weights.reading.follower import Follower
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.line_follower import Follower
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollmill.models.host import DTYPES
-from rollmill.models.kernels import nvfp4
-from rollmill.models.kernels.fp8 import BLOCK
+from rollmill.models.host_tensors import DTYPES
+from rollmill.models.kernels.quantised import nvfp4
+from rollmill.models.kernels.quantised.fp8 import BLOCK
 from rollmill.models.quantize import is_quantised, quantises
 
 _PIECE = 1 << 24  # elements drawn at once

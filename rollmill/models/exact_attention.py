@@ -27,7 +27,7 @@ from rollmill.models.attention import Attend, PackedAttention
 from rollmill.models.kernels.call import call
 
 if TYPE_CHECKING:
-    from rollmill.models.kernels.attention_triton import Tiles
+    from rollmill.models.kernels.attention.packed_triton import Tiles
 
 _THREADED = 1 << 22  # multiplications; for fewer, threads cost more than they save
 
@@ -47,7 +47,7 @@ class Keys:
 @functools.cache
 def _loops() -> Any:
     try:
-        from rollmill.models.kernels import attention_loops
+        from rollmill.models.kernels.attention import loops as attention_loops
     except RuntimeError as error:  # it found no place for its cache
         raise ConfigError(
             f"numerics is 'exact', but its loops cannot be compiled here: {error}",
@@ -139,7 +139,7 @@ class _Ordered(Function):
 
     @staticmethod
     def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, tiles: Tiles, plain: Attend) -> Tensor:
-        from rollmill.models.kernels.ordered_attention_triton import attend_packed
+        from rollmill.models.kernels.attention.ordered_triton import attend_packed
 
         out_NHE, sums_HL = attend_packed(q_NHD, k_NKD, v_NKE, tiles)
         ctx.save_for_backward(q_NHD, k_NKD, v_NKE, out_NHE, sums_HL)
@@ -148,7 +148,7 @@ class _Ordered(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from rollmill.models.kernels.attention_triton import attention_backward, fits
+        from rollmill.models.kernels.attention.packed_triton import attention_backward, fits
 
         q_NHD, k_NKD, v_NKE, out_NHE, sums_HL = ctx.saved_tensors
         if not fits(q_NHD, k_NKD, v_NKE):
@@ -163,7 +163,7 @@ class OrderedAttention:
     """ExactAttention on Hopper. `plain` is the fast attention."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, plain: Attend) -> None:
-        from rollmill.models.kernels.attention_triton import Tiles
+        from rollmill.models.kernels.attention.packed_triton import Tiles
 
         self._tiles, self.plain = Tiles(lengths, device), plain
 

@@ -25,7 +25,7 @@ from rollmill.errors import WeightsError
 from rollmill.models.gguf import convert_gguf
 from rollmill.models.huggingface.convert import open_checkpoint
 from rollmill.models.huggingface.files import companions, open_files
-from rollmill.weights.files.directory import INDEX
+from rollmill.weights.files.checkpoint_directory import INDEX
 
 Say = Callable[[str], object]
 

@@ -20,7 +20,7 @@ from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import DTYPES, open_checkpoint, tensor_entry
 from rollmill.models.huggingface.files import CONFIG
 from rollmill.models.huggingface.layouts import halves_order
-from rollmill.weights.files.directory import encode_json, write_directory
+from rollmill.weights.files.checkpoint_directory import encode_json, write_directory
 from rollmill.weights.files.safetensors import Entry
 
 NAMES: Mapping[str, str] = {

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
-from rollmill.models.host import host_tensor
-from rollmill.models.kernels import fp8, nvfp4
+from rollmill.models.host_tensors import host_tensor
+from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.weights.format.manifest import TensorEntry
 from rollmill.weights.format.tensors import HostTensor
 

@@ -3,7 +3,7 @@
     logits ─► repetition penalty ─► − presence and frequency penalties + bias ─► ÷ temperature ─► excluded tokens −inf
 
 A repetition penalty counts the whole context; presence and frequency penalties count the answer. So both follow from
-the recorded tokens. Which tokens were excluded is recorded (trajectories/kept.py).
+the recorded tokens. Which tokens were excluded is recorded (trajectories/allowed_tokens.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmill.trajectories.kept import decode_kept
+from rollmill.trajectories.allowed_tokens import decode_kept
 from rollmill.types import Sampling
 
 
@@ -27,7 +27,7 @@ class Shape:
     sampling: Sampling
     context: np.ndarray  # int32, the tokens before it
     start: int  # where its answer begins in the context
-    kept: bytes  # the tokens that could be drawn, see trajectories/kept.py; b"" if all could
+    kept: bytes  # the tokens that could be drawn, see trajectories/allowed_tokens.py; b"" if all could
 
 
 class Change(NamedTuple):

@@ -30,7 +30,7 @@ from rollmill.models.huggingface.convert import (
 )
 from rollmill.models.huggingface.files import CONFIG, companions
 from rollmill.models.huggingface.layouts import EXPERTS, LAYER, RENAMED
-from rollmill.weights.files.directory import encode_json, write_directory
+from rollmill.weights.files.checkpoint_directory import encode_json, write_directory
 from rollmill.weights.files.safetensors import Entry
 
 ROUTER_DEVIATION = 0.02  # small: the gate starts nearly even

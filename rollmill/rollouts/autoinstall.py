@@ -27,18 +27,19 @@ from pydantic import BaseModel
 from rollmill.config import validate_config
 from rollmill.environments.harness import Harness
 from rollmill.environments.harnesses.shell import ShellHarness, bash
-from rollmill.environments.machine import ExecResult, Machine, MachineHost
-from rollmill.environments.machines import images, layers
-from rollmill.environments.machines.build_image import build_image, remove_image
-from rollmill.environments.machines.images import ImageRecord, LayerRecord
-from rollmill.environments.machines.tar import ArchiveError, Tar
-from rollmill.environments.machines.verify_image import verify
 from rollmill.environments.rewards.clean import UNASKED
-from rollmill.environments.sections import MachineSection
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
 from rollmill.kinds import build
-from rollmill.rollouts.endpoint import Endpoint, EndpointProxy
+from rollmill.machines.images import image as images
+from rollmill.machines.images import layers
+from rollmill.machines.images.build import build_image, remove_image
+from rollmill.machines.images.image import ImageRecord, LayerRecord
+from rollmill.machines.images.tar import ArchiveError, Tar
+from rollmill.machines.images.verify import verify
+from rollmill.machines.machine import ExecResult, Machine, MachineHost
+from rollmill.machines.machine_section import MachineSection
+from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
 from rollmill.types import Sampling
 
 CLEAN_RUNS = 2

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import WORK, Machine, MachineHost, release
 from rollmill.environments.reward import Grader, grade_episode, wants_final_state
 from rollmill.environments.rewards.apart.levels import solve as write_reference
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine
 from rollmill.errors import RollmillError, TaskError
+from rollmill.machines.machine import WORK, Machine, MachineHost, release
 from rollmill.rollouts.hand_in import take_hand_in
 from rollmill.types import Reward
 

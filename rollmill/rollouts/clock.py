@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from rollmill.environments.machine import ExecResult, Machine
-from rollmill.rollouts.client import GatewayClient
+from rollmill.machines.machine import ExecResult, Machine
+from rollmill.rollouts.gateway_client import GatewayClient
 
 Interval = tuple[float, float]  # start and end
 _LONGEST_HOLD_S = 60.0  # a checkpoint that hangs must not stop the clock for ever

@@ -26,12 +26,12 @@ from dataclasses import replace
 from typing import Any
 
 from rollmill import telemetry
-from rollmill.environments.machine import expect
 from rollmill.environments.sampler import Sampler
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError, StorageError, TrajectoryError
-from rollmill.rollouts import checkpoint
+from rollmill.machines.machine import expect
+from rollmill.rollouts import episode_checkpoint as checkpoint
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import Stalls
@@ -52,7 +52,7 @@ from rollmill.rollouts.rollout import (
 from rollmill.trajectories.claims import RENEW_S, Claims
 from rollmill.trajectories.ledger import GroupRow, Ledger, NewGroup
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.rows import TrajectoryRow
+from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
 
 POLL_S = 0.05

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import MachineHost, slowdown
 from rollmill.environments.reward import Grader, grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, Overcommitted, RewardError, RewardUnavailable
+from rollmill.machines.machine import MachineHost, slowdown
 from rollmill.types import Reward
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machine import Machine, MachineHost, Snapshot
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ObjectExists, TrajectoryError
+from rollmill.machines.machine import Machine, MachineHost, Snapshot
 from rollmill.rollouts.work_diff import take_diff
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import seal_facts

@@ -2,7 +2,7 @@
 
 An episode gives its slot back when it has handed in. So a slow grader keeps no engine idle, and episodes that start
 never stand before one that only has to be graded. Machines are started in a third queue, that of the pool
-(environments/machines/pool.py).
+(machines/pool.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     create machine → open session → run harness → read the submission → close machine → store it → seal → grade
                                                                                                     │
         before the seal, a rollout is lost when its process dies, or goes on from its last checkpoint
-        (checkpoint.py). After the seal, the trajectory is `finished` and can be graded at any time from the
+        (episode_checkpoint.py). After the seal, the trajectory is `finished` and can be graded at any time from the
         stored submission.
 
 This module is the error boundary of a rollout. An episode that fails through no fault of the policy becomes a
@@ -29,8 +29,7 @@ from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.harness import Harness, HarnessResult
-from rollmill.environments.machine import Machine, MachineHost, release, slowdown
-from rollmill.environments.machines.folder import folder_for
+from rollmill.environments.machine_folder import folder_for
 from rollmill.environments.reward import Grader, wants_final_state
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
@@ -44,10 +43,12 @@ from rollmill.errors import (
     StorageError,
     TrajectoryError,
 )
-from rollmill.rollouts import checkpoint, work_diff
-from rollmill.rollouts.checkpoint import Checkpoint, EpisodeProgress
-from rollmill.rollouts.client import GatewayClient
+from rollmill.machines.machine import Machine, MachineHost, release, slowdown
+from rollmill.rollouts import episode_checkpoint as checkpoint
+from rollmill.rollouts import work_diff
 from rollmill.rollouts.clock import Clock
+from rollmill.rollouts.episode_checkpoint import Checkpoint, EpisodeProgress
+from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.grading import Stalls, grade_patiently
 from rollmill.rollouts.hand_in import (
     HandIn,
@@ -59,7 +60,7 @@ from rollmill.rollouts.hand_in import (
 )
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import seal_facts
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)

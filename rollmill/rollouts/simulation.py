@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollmill.environments.machine import (
+from rollmill.machines.file_trees import pack_tree
+from rollmill.machines.machine import (
     Capabilities,
     ExecResult,
     Machine,
@@ -25,7 +26,6 @@ from rollmill.environments.machine import (
     release,
     slowdown,
 )
-from rollmill.environments.trees import pack_tree
 
 
 class SlowMachine:

@@ -1,9 +1,9 @@
 """Objects: one small interface to every object store, synchronous, keys as '/'-separated relative strings.
 
-    directory path, file://   files under a folder, each write durable before the call returns (storage/directory.py)
+    directory path, file://   files under a folder, each write durable before the call returns (directory_store.py)
     s3://, gs://, az://       through obstore; credentials, region and endpoint come from the environment (below)
     memory://                 through obstore; private to this object, for tests
-    http://, https://         read-only view of another region's store (storage/http.py)
+    http://, https://         read-only view of another region's store (http.py)
 
 Environment of an s3:// store: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION. For a server other than Amazon's
 also AWS_ENDPOINT_URL=http://host:port, and AWS_ALLOW_HTTP=true if that is not https.
@@ -95,7 +95,7 @@ class Objects:
 
             return Objects(HttpBackend(text, token, patience), text)
         if scheme == "file":
-            from rollmill.storage.directory import DirectoryBackend
+            from rollmill.storage.directory_store import DirectoryBackend
 
             path = Path(unquote(urlsplit(text).path) if text.startswith("file://") else text)
             return Objects(DirectoryBackend(path), str(path))

@@ -27,7 +27,7 @@ from rollmill.models.attention import packed_positions
 from rollmill.models.config import ModelConfig
 from rollmill.models.shaping import Shape
 from rollmill.training.lineage import Lineage
-from rollmill.trajectories.kept import decode_kept, holds, split_kept
+from rollmill.trajectories.allowed_tokens import decode_kept, holds, split_kept
 from rollmill.types import Segment
 
 STALE = "stale"
@@ -51,7 +51,7 @@ class SampledFacts:
     trajectory: np.ndarray  # int64, index of its trajectory in the step
     shapes: np.ndarray | None = None  # of `Shape | None`; None if only temperatures shaped the distributions
     hint: np.ndarray | None = (
-        None  # int64: the place of the token in the teacher's answer; -1: none (training/hints.py)
+        None  # int64: the place of the token in the teacher's answer; -1: none (training/rl/hints.py)
     )
 
     def picked(self, rows: np.ndarray) -> SampledFacts:
@@ -107,9 +107,9 @@ def segment_sequence(
 ) -> PackedSequence | None:
     """The sequence of a segment, or None if it has no token to train on. Counts the others in `masked`, by reason.
 
-    `credit_T`: the share of the advantage that each token gets (training/credit.py). None: all of it. `advantages_T`:
-    each token has an advantage of its own (training/turns.py), in place of `advantage`. `uncredited`: why a token has
-    no credit.
+    `credit_T`: the share of the advantage that each token gets (training/rl/credit.py). None: all of it.
+    `advantages_T`: each token has an advantage of its own (training/rl/turn_credit.py), in place of `advantage`.
+    `uncredited`: why a token has no credit.
     """
     staleness_T = np.where(segment.sampled, _policy_ages(segment, rule)[segment.policy], 0)
     temperatures_T, learn_T = _reconstructible(segment, masked)

@@ -183,7 +183,7 @@ class TrainingConfig(Config):
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of all ranks together, once `tokens_per_microbatch` is filled in (training/fitting.py)."""
+        """Tokens of all ranks together, once `tokens_per_microbatch` is filled in (training/pass_size.py)."""
         assert self.tokens_per_microbatch > 0
         return self.ranks * self.tokens_per_microbatch
 
@@ -338,8 +338,8 @@ class RLConfig(Config):
         "summaries and used sub-agents, without abandoned retries and edits. `decayed`: the same, earlier answers "
         "less. `per_segment`: the same, and each context of a chain of summaries gets an equal share. `turns`: "
         "each answer is compared with the answers of its group at the same turn, and process rewards count "
-        "(rollmill/training/turns.py). `answers`: what users said about single answers, as cycles store it "
-        "(rollmill/training/answers.py). `all`: every token.",
+        "(rollmill/training/rl/turn_credit.py). `answers`: what users said about single answers, as cycles store it "
+        "(rollmill/training/rl/answer_credit.py). `all`: every token.",
     )
     credit_decay: float = Field(
         default=0.95,
@@ -352,7 +352,7 @@ class RLConfig(Config):
         default=0.0,
         ge=0,
         description="Weight of distillation from hints: where a reward names a turn that went wrong and a hint, the "
-        "model that sees the hint teaches the one that does not (rollmill/training/hints.py). 0 turns it off.",
+        "model that sees the hint teaches the one that does not (rollmill/training/rl/hints.py). 0 turns it off.",
     )
     max_step_drift: float = Field(
         default=0.2,

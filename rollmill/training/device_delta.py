@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollmill.models.host import layout_in
+from rollmill.models.host_tensors import layout_in
 from rollmill.models.triton import has_triton
 from rollmill.models.updates.delta import Differences, Pair
 from rollmill.weights.writing.encoder import Made, Run, rows_of, runs_of

@@ -2,8 +2,8 @@
 
     drift       π is the version trained from, over all trained tokens: how far the policy has moved since it sampled
                 them. Grows with staleness and learning rate; ess and mask_fraction show when it is too much.
-    mismatch    π is the version that sampled the token, over a few trajectories (training/mismatch.py): how far trainer
-                and engine disagree on the same weights. More than rounding is a bug or another precision.
+    mismatch    π is the version that sampled the token, over a few trajectories (numerics/logprob_check.py): how far
+                trainer and engine disagree on the same weights. More than rounding is a bug or another precision.
     reference   Δ = log reference − log π, over all trained tokens; only in runs with a KL reference.
 
 Each has  k1 = mean(−Δ),  k3 = mean(e^Δ − 1 − Δ), an estimate of the KL divergence,  p99 and max of |Δ|,  and outside:

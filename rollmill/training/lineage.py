@@ -17,7 +17,7 @@ from rollmill.errors import TrainingError
 from rollmill.training.config import FORM
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest
-from rollmill.weights.reading.store import WeightStore, newest_line
+from rollmill.weights.reading.weight_store import WeightStore, newest_line
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def form_held(weights: WeightStore, version: Version, form: str) -> str:
 
 
 def form_before_import(weights: WeightStore, version: Version, form: str) -> str | None:
-    """The form that another run had rounded a version to before it was imported in `form` (cluster/start.py)."""
+    """The form that another run had rounded a version to before it was imported in `form` (runs/start.py)."""
     origin = weights.manifest(version, form).metadata.get("imported_from")
     return str(origin.get("form")) if isinstance(origin, dict) else None
 

@@ -19,7 +19,7 @@ what a kill −9 right after each leaves behind:
     manifest of version n       published, not committed               n runs again from the checkpoint, its digest is
                                                                        equal, and it is committed
     n in the other forms        published in some of the forms         published in the others when the line is taken
-                                                                       over, before a step runs (training/forms.py)
+                                                                       over (form_publisher.py)
     state of checkpoint n       a state that no description names      overwritten by the next checkpoint n
     checkpoint n                everything but the commit              committed when the checkpoint is loaded
     commit of n in the ledger   nothing                                —
@@ -28,9 +28,8 @@ Version 0 of a line follows the same order: checkpoint 0, then its version. If d
 another thread count, a deleted payload), nothing published is overwritten. A new line starts from the checkpoint, the
 metadata of its first version names the abandoned versions, and the steps run again there.
 
-With a sharded placement every rank runs this loop. The first rank asks for batches, keeps the ledger and writes events;
-the others receive its decisions. All ranks compute, publish, save and measure together. If a rank dies, the step is
-lost: all ranks start again, from what the table lists as left behind.
+With several ranks every rank runs this loop. The first asks for batches, keeps the ledger and writes events; the others
+receive its decisions. If a rank dies, the step is lost: all start again, from what the table lists as left behind.
 """
 
 from __future__ import annotations
@@ -54,22 +53,22 @@ from rollmill.models.device import Device, choose_device
 from rollmill.storage.objects import Objects
 from rollmill.training.background import Background
 from rollmill.training.batching import MicroBatch
-from rollmill.training.checkpoint import BUFFER, Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
-from rollmill.training.forms import publisher_of
-from rollmill.training.guard import Move, Sampled, measure_move, within_bounds
+from rollmill.training.form_publisher import publisher_of
 from rollmill.training.lineage import form_before_import, form_held, next_line, published_since, trace_lineage
-from rollmill.training.memory import explain_out_of_memory
+from rollmill.training.memory_errors import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
-from rollmill.training.optimizer import MasterOptimizer, Update, inherited, learning_rate
-from rollmill.training.placement import Placement
-from rollmill.training.process import fix_bits, on_sigterm
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited, learning_rate
+from rollmill.training.ranks import Placement
+from rollmill.training.reproducible import fix_bits, on_sigterm
+from rollmill.training.single import WHOLE
 from rollmill.training.state import copies_of
-from rollmill.training.whole import WHOLE
+from rollmill.training.training_checkpoint import BUFFER, Checkpoint, Checkpoints
+from rollmill.training.update_guard import Move, Sampled, measure_move, within_bounds
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest
 from rollmill.weights.reading.leases import LONGEST_SECONDS, HeldLeases
-from rollmill.weights.reading.store import WeightStore, newest_line
+from rollmill.weights.reading.weight_store import WeightStore, newest_line
 
 _MOST_COPIED = 8 << 30  # bytes; a larger state is not copied: the next step waits until it is written
 
@@ -109,7 +108,8 @@ class Trainer(Generic[Batch]):
 
         `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
         `form`: the form that versions are published in and computed with. `other_forms`: others that they are published
-        in too (training/forms.py). `exact`: forward passes give a token the engine's bits (models.kernels.exact).
+        in too (training/form_publisher.py). `exact`: forward passes give a token the engine's bits
+        (models.kernels.exact).
         """
         self._device = choose_device(device)
         torch.set_num_threads(config.threads)

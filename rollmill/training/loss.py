@@ -44,7 +44,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rollmill.models.kernels.head import log_softmax
+from rollmill.models.kernels.heads.head import log_softmax
 from rollmill.training.config import DIALS, RLConfig
 
 Ratio = Literal["engine", "sequence", "own"]

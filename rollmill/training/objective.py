@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch
-from rollmill.training.guard import Sampled
 from rollmill.training.lineage import Lineage
-from rollmill.training.optimizer import Update
-from rollmill.training.placement import Placement
-from rollmill.training.whole import WHOLE
+from rollmill.training.optimizers.master_optimizer import Update
+from rollmill.training.ranks import Placement
+from rollmill.training.single import WHOLE
+from rollmill.training.update_guard import Sampled
 from rollmill.types import Version
 from rollmill.weights.format.tensors import HostTensor
 
@@ -78,7 +78,7 @@ class Objective(Protocol[Batch]):
 
     @property
     def most_drift(self) -> float:
-        """How far an update may move the policy (training/guard.py); 0: its updates are not measured."""
+        """How far an update may move the policy (training/update_guard.py); 0: its updates are not measured."""
         ...
 
     def sampled(self, model: Decoder, batch: Batch, placement: Placement) -> Sampled | None:

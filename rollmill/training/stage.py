@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from rollmill.chat.format import ChatFormat
     from rollmill.chat.tokenizer import Tokenizer
     from rollmill.training.objective import Objective
-    from rollmill.training.placement import Placement
+    from rollmill.training.ranks import Placement
     from rollmill.trajectories.ledger import Ledger
-    from rollmill.trajectories.store import TrajectoryStore
-    from rollmill.weights.reading.store import WeightStore
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
+    from rollmill.weights.reading.weight_store import WeightStore
 
 
 @dataclass(frozen=True)

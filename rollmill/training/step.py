@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollmill.models.decoder import Decoder, DecoderOutput
+from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.models.kernels.fused import fp32_linear
-from rollmill.models.kernels.head import PIECE_ELEMENTS, head_logprobs, head_next_token
-from rollmill.models.kernels.varlen import packed_attention
+from rollmill.models.kernels.heads.head import PIECE_ELEMENTS, head_logprobs, head_next_token
 from rollmill.models.moe import Replay
 from rollmill.models.shaping import shape_logits
 from rollmill.training.batching import MicroBatch

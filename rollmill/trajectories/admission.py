@@ -11,8 +11,8 @@ A group's deadline follows from its oldest sampled token: that version + max_sta
 
 The rule for open groups is that of groups that the dispatcher starts (pace.py). That one gives each group the latest
 deadline of all, so counting is enough. An admitted group may be due at once, so for every deadline d the groups due by
-d must fit into the steps up to d. With that, training/deadlines.py can keep every deadline. A step that has chosen its
-groups and not written them yet chooses again (`Ledger.write_step`): the new group may be due in it.
+d must fit into the steps up to d. With that, training/rl/deadlines.py can keep every deadline. A step that has chosen
+its groups and not written them yet chooses again (`Ledger.write_step`): the new group may be due in it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.rows import TrajectoryRow
 from rollmill.trajectories.schema import seal_facts
 from rollmill.trajectories.storable import to_object
+from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.types import PolicyRef, Reward, Trajectory, TrajectoryState, Version
 
 Decision = Literal["admitted", "stale", "no_room", "refused"]

@@ -2,7 +2,7 @@
 
 openai     one line per trajectory: messages, tools, metadata (ids, reward, task …)
 parquet    one row per segment: tokens, sampled, logprobs, policy, policies, spans (with their sampling), kept (the
-           tokens that could be drawn, see kept.py; null if none were excluded), and the same facts
+           tokens that could be drawn, see allowed_tokens.py; null if none were excluded), and the same facts
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
+from rollmill.trajectories.allowed_tokens import split_kept
 from rollmill.trajectories.facts import to_plain
-from rollmill.trajectories.kept import split_kept
-from rollmill.trajectories.rows import TrajectoryRow
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.table_rows import TrajectoryRow
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Trajectory
 
 Format = Literal["openai", "parquet"]

@@ -14,8 +14,8 @@ from typing import NoReturn
 import numpy as np
 
 from rollmill.errors import TrajectoryError
+from rollmill.trajectories.allowed_tokens import LARGEST_SET
 from rollmill.trajectories.facts import DTYPES
-from rollmill.trajectories.kept import LARGEST_SET
 from rollmill.types import Segment, Trajectory
 
 _OPTIONAL = ("routes", "routes_valid", "kept_sizes", "kept")

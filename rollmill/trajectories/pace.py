@@ -7,7 +7,7 @@
 So trained plus open groups never exceed steps · groups_per_step. The trainer closes a group that it cannot learn from,
 and another one is started in its place. The limit on started groups bounds this: each step has `replacement` times the
 groups it needs, and later steps may use what it left over. A step that still finds too few groups runs short. It leaves
-groups running that fit into the steps after it (training/deadlines.py). So with max_staleness > 0 engines stay busy.
+groups running that fit into the steps after it (training/rl/deadlines.py). So with max_staleness > 0 engines stay busy.
 Where a step would find no group at all, training ends: without a commit no further group may start.
 """
 

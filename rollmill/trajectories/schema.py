@@ -10,7 +10,7 @@
     N.routes_at       int32    [M]            shared positions whose routes are not those of the parent
     N.routes_more     as N.routes, [M, moe layers, k]: their routes
     N.kept_sizes      int32    [T - offset]   bytes of each token's set in N.kept; absent if no set was recorded
-    N.kept            uint8    the tokens that could be drawn, where some were excluded: see kept.py
+    N.kept            uint8    the tokens that could be drawn, where some were excluded: see allowed_tokens.py
 
 Version 1 stored all arrays but tokens whole, and no routes_at and routes_more. Version 2 had no kept sets, no
 penalties and no min_p.

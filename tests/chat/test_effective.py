@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.chat.checkpoint import TEMPLATE
+from rollmill.chat.chat_files import TEMPLATE
 from rollmill.chat.effective import effective_template
 from rollmill.chat.formats.template import TemplateFormat
 from rollmill.cli.weights.files import _as_trained

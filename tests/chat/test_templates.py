@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollmill.chat.conversation import render_conversation
 from rollmill.chat.format import Message, Tool, assistant_message
 from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.sandbox import ChatTemplate
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError, GatewayError

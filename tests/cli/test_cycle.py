@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from rollmill.cli.gate import metrics_table
-from rollmill.cluster.run import RunDirectory
 from rollmill.evals.gate import GateVerdict, Metric
 from rollmill.evals.statistics import Interval
-from rollmill.realtime.distil import Population
-from rollmill.realtime.journal import Journal
+from rollmill.feedback.distil import Population
+from rollmill.runs.cycle_journal import Journal
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from tests.cli.conftest import Told
-from tests.cluster.conftest import make_config
+from tests.runs.conftest import make_config
 
 LONG = "8 conversations have a reward: 8 trainable, 2 without consent [of 10], and this reason is longer than a line"
 VERDICT = GateVerdict(

@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from rollmill.cluster.run import RunDirectory
 from rollmill.gateway.access.keys import KeyStore
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from tests.cli.conftest import Told
-from tests.cluster.conftest import make_config
+from tests.runs.conftest import make_config
 
 
 async def test_beyond_loopback_every_visitor_needs_a_key(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.runs.run import RunConfig, RunDirectory
 from tests.cli.conftest import Told
 from tests.cli.test_train import MICRO, refused
 

@@ -9,7 +9,7 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from tests.cli.test_init import shell
-from tests.cluster.checkpoints import make_chat_checkpoint
+from tests.runs.checkpoints import make_chat_checkpoint
 from tests.test_repo import ROOT
 
 GUIDE = ROOT / "docs" / "guides" / "train-an-existing-agent.md"

@@ -12,10 +12,10 @@ import pytest
 
 from rollmill.config import load_config
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.sections import RewardsFile
+from rollmill.environments.part_sections import RewardsFile
 from rollmill.environments.task import Task
 from rollmill.kinds import build
+from rollmill.machines.namespace.client import NamespaceHost
 from tests.cli.conftest import Told
 from tests.cli.test_init import shell
 from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401

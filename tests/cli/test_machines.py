@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.environments.machines.qemu import parts, setup
 from rollmill.errors import MachineError
+from rollmill.machines.qemu import parts, setup
 from tests.cli.conftest import Told
 from tests.cli.test_init import shell
 from tests.test_repo import ROOT

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_init import shell, shortened
-from tests.environments.machines.test_images import make_wheel
+from tests.machines.images.test_image import make_wheel
 from tests.test_repo import ROOT, example_overrides
 
 GUIDE = ROOT / "docs" / "guides" / "your-own-agent.md"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.roles import trainer
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.launch.roles import trainer
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import open_events, read_events
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.cli.test_init import shell
 from tests.processes import SERVER
 from tests.test_repo import ROOT

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.task import Task
 from rollmill.rollouts.hand_in import HandIn, store_hand_in
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database, writing
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
-from rollmill.trajectories.store import TrajectoryStore
 from rollmill.trajectories.tables import trajectories
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward
 from tests.cli.conftest import Told
 from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401

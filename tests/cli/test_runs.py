@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.lock import holder
-from rollmill.cluster.naming import describe_run
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.state import is_finished, state_of
+from rollmill.runs.lock import holder
+from rollmill.runs.opening import describe_run
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.status import is_finished, state_of
 from rollmill.telemetry import append_events
 from tests.cli.conftest import Told
 from tests.cli.test_train import refused
-from tests.cluster.conftest import make_config
-from tests.cluster.served import TINY, published_run
+from tests.launch.served import TINY, published_run
+from tests.runs.conftest import make_config
 from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 ROLLMILL = [sys.executable, "-c", "from rollmill.cli.main import main; main()"]

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.runs.run import RunConfig, RunDirectory
 from tests.cli.conftest import Told
 from tests.cli.test_train import MICRO, refused
 

@@ -19,18 +19,18 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.launchers.local import LocalLauncher
-from rollmill.cluster.lock import exclusive
-from rollmill.cluster.run import RunDirectory
 from rollmill.gateway.routing.fleet import Fleet
+from rollmill.launch.launchers.local import LocalLauncher
+from rollmill.runs.lock import exclusive
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.leases import Leases
-from tests.cluster.checkpoints import make_chat_checkpoint
-from tests.cluster.served import published_run
+from tests.launch.served import published_run
+from tests.runs.checkpoints import make_chat_checkpoint
 from tests.test_repo import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

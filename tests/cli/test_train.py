@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.lock import exclusive
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.runs.lock import exclusive
+from rollmill.runs.run import RunConfig, RunDirectory
 from tests.cli.conftest import Told
-from tests.cluster.checkpoints import make_chat_checkpoint
+from tests.runs.checkpoints import make_chat_checkpoint
 
 MICRO = Path(__file__).parents[2] / "examples" / "micro.toml"
 
@@ -111,7 +111,7 @@ def test_only_steps_may_change_and_only_grow(rollmill: Callable[..., Told]) -> N
 
 
 def test_a_run_is_extended_in_its_file(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmill.cluster import drive
+    from rollmill.launch import supervise as drive
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -134,7 +134,7 @@ def test_a_run_is_extended_in_its_file(rollmill: Callable[..., Told], monkeypatc
 def test_a_resumed_run_says_that_code_of_its_own_has_changed(
     rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from rollmill.cluster import drive
+    from rollmill.launch import supervise as drive
 
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(drive, "drive", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -158,7 +158,7 @@ def test_a_directory_is_not_a_configuration(rollmill: Callable[..., Told], tmp_p
 
 
 def test_ctrl_c_prints_how_to_continue(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmill.cluster import drive
+    from rollmill.launch import supervise as drive
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.dashboard.app import make_app
-from rollmill.dashboard.source import Source
+from rollmill.dashboard.run_source import Source
 from rollmill.demo import CONFIG as DEMO
 from rollmill.gateway.access.keys import KeyRing
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from tests.evals.synthetic import demo_run
 

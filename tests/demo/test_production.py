@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.lock import Holder, holder
-from rollmill.cluster.run import RunDirectory
-from rollmill.realtime.journal import Journal
+from rollmill.runs.cycle_journal import Journal
+from rollmill.runs.lock import Holder, holder
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
-from tests.cluster.served import published_run
+from tests.launch.served import published_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DRIVE = """
 import sys
 from pathlib import Path
-from rollmill.cluster.launchers.local import LocalLauncher
-from rollmill.cluster.run import RunDirectory
+from rollmill.launch.launchers.local import LocalLauncher
+from rollmill.runs.run import RunDirectory
 from rollmill.demo.production import Production
 from rollmill.demo.simulated_users import load_population
 run, steady = RunDirectory.open(Path(sys.argv[1])), load_population("steady")

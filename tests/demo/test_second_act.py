@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.report import ACCEPTANCE
-from rollmill.cluster.run import RunDirectory
 from rollmill.demo import second_act
 from rollmill.demo.simulated_users import PopulationFile
-from rollmill.realtime.journal import Journal
+from rollmill.runs.cycle_journal import Journal
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.write_report import ACCEPTANCE
 from rollmill.storage.database import open_database
-from tests.cluster.conftest import make_config
+from tests.runs.conftest import make_config
 
 STATES = ("distilling", "training", "gating", "canary", "promoting", "promoted")
 

@@ -11,13 +11,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollmill.cluster.run import RunConfig
 from rollmill.config import load_config
 from rollmill.demo.second_act import POPULATION, WALKS
 from rollmill.demo.simulated_users import FOLDER, Seen, _accepts, load_population, visit
 from rollmill.demo.walks import FILES, Walk
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.errors import ConfigError
+from rollmill.runs.run import RunConfig
 from tests.environments.harnesses.test_coding import ScriptedModel
 
 

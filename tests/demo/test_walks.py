@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import rollmill.demo
-from rollmill.chat.conversation import render_conversation
 from rollmill.chat.formats.compact import CompactFormat
+from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.demo.walk_demonstrations import (
     REQUEST,
@@ -28,8 +28,8 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.summary import derived_threshold
 from rollmill.environments.harnesses.tools import tool_schemas
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.errors import TaskError
+from rollmill.machines.namespace.client import NamespaceHost
 
 CONFIG = tomllib.loads((Path(rollmill.demo.__file__).parent / "walks.toml").read_text())
 WINDOW, ANSWER = CONFIG["model"]["max_context"], CONFIG["rollouts"]["max_answer_tokens"]

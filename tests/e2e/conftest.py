@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.run import RunDirectory
+from rollmill.runs.run import RunDirectory
 from tests.e2e.small_run import small_run
 
 
@@ -23,7 +23,7 @@ def midtrained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             run = small_run(root / "midtrained", "base")
-            command = [sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"]
+            command = [sys.executable, "-m", "rollmill.launch.role", "trainer", str(run.path), "midtrain"]
             subprocess.run(command, check=True)
             done.write_text(str(run.path))
     return RunDirectory.open(Path(done.read_text()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
+from rollmill.runs.run import RunConfig, RunDirectory
 
 SMALL = (
     "stages.rl.steps=3",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli.train import run_to_report
-from rollmill.cluster.admission import admit_trajectories
-from rollmill.cluster.prepare import restore_tokenizer
-from rollmill.cluster.run import RunDirectory
+from rollmill.runs.admit_experience import admit_trajectories
+from rollmill.runs.prepare import restore_tokenizer
+from rollmill.runs.run import RunDirectory
 from rollmill.telemetry import read_events
 from tests.e2e.small_run import BRIEF_EVALS, ONE_REGION, small_run
 from tests.e2e.test_kill import stores, wait_for
@@ -36,7 +36,7 @@ def test_a_run_trains_on_the_trajectories_of_another(tmp_path: Path, midtrained:
     second = small_run(tmp_path, "second", *settings, base=midtrained)
     restore_tokenizer(second)
     weights, books, store = stores(second)
-    command = [sys.executable, "-m", "rollmill.cluster.role", "trainer", str(second.path), "rl"]
+    command = [sys.executable, "-m", "rollmill.launch.role", "trainer", str(second.path), "rl"]
     with (second.path / "train.out").open("wb") as out:
         trainer = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:

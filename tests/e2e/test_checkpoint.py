@@ -15,22 +15,22 @@ from typer.testing import CliRunner
 
 from rollmill.cli.train import run_to_report
 from rollmill.cli.weights import app
-from rollmill.cluster.drive import drive
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.launch.supervise import drive
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import load_host
+from rollmill.models.host_tensors import load_host
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
-from rollmill.weights.reading.store import WeightStore
-from tests.cluster.chance import ANY_SIGNAL
-from tests.cluster.checkpoints import MIDTRAIN_AND_RL, RL, TASKS, make_chat_checkpoint
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.test_kill import start, wait_for
+from tests.launch.chance import ANY_SIGNAL
 from tests.models.checkpoints import our_logits, their_logits
+from tests.runs.checkpoints import MIDTRAIN_AND_RL, RL, TASKS, make_chat_checkpoint
 
 pytestmark = pytest.mark.slow
 SETTINGS = (

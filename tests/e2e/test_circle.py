@@ -9,17 +9,17 @@ import pytest
 
 from rollmill.cli.target import find_target
 from rollmill.cli.train import run_to_report
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.service import evaluate, serving
-from rollmill.cluster.state import is_finished
 from rollmill.evals.suite import EvalConfig
+from rollmill.launch.services import evaluate, serving
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.status import is_finished
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.small_run import small_run
 
 

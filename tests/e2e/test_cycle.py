@@ -18,16 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.extend import change_cycle
-from rollmill.cluster.launchers.local import COMMAND
-from rollmill.cluster.prepare import restore_tokenizer
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.demo.production import open_production
 from rollmill.demo.simulated_users import load_population
-from rollmill.gateway.routing.splits import SplitStore
-from rollmill.realtime.journal import Journal
+from rollmill.gateway.routing.traffic_splits import SplitStore
+from rollmill.launch.extend import change_cycle
+from rollmill.launch.launchers.local import COMMAND
+from rollmill.runs.cycle_journal import Journal
+from rollmill.runs.prepare import restore_tokenizer
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
@@ -65,8 +65,8 @@ SETTINGS = (
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from rollmill.cluster.cycle import CycleDriver
-from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.realtime.cycle import CycleDriver
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 seen = 0

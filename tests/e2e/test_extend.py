@@ -9,17 +9,17 @@ import pytest
 
 from rollmill.cli.target import start_settings
 from rollmill.cli.train import run_to_report
-from rollmill.cluster.extend import extend
-from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.state import is_finished
 from rollmill.config import load_config
+from rollmill.launch.extend import extend
+from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.status import is_finished
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
-from tests.cluster.checkpoints import make_chat_checkpoint
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.test_checkpoint import NO_MIDTRAIN, check_start
+from tests.runs.checkpoints import make_chat_checkpoint
 
 
 @pytest.mark.slow

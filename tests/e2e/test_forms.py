@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli.target import find_target
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.service import evaluate, serving
 from rollmill.evals.suite import EvalConfig
+from rollmill.launch.services import evaluate, serving
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.small_run import BRIEF_EVALS, small_run
 from tests.e2e.test_kill import check_stores, digests, finished_ids, pid_of, start, stores, wait_for
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.run import RunDirectory
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState, Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.small_run import BRIEF_EVALS, small_run
 
 pytestmark = pytest.mark.slow

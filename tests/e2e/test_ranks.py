@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.ranks import rank_name
-from rollmill.cluster.run import RunDirectory
+from rollmill.launch.rank_processes import rank_name
+from rollmill.runs.run import RunDirectory
 from rollmill.telemetry import read_events
-from rollmill.weights.reading.store import newest_line
+from rollmill.weights.reading.weight_store import newest_line
 from tests.e2e.small_run import BRIEF_EVALS, DEMO, ONE_REGION, SMALL, small_run
 from tests.e2e.test_kill import digests, pid_of, start, stores, wait_for
 

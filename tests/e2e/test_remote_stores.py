@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmill.cli.main import app
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.state import state_of
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.status import state_of
 from rollmill.storage.objects import Objects
 from rollmill.types import TrajectoryState
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.small_run import BRIEF_EVALS, small_run
 from tests.e2e.test_kill import pid_of, stage_key, start, stores, wait_for
 from tests.storage.serving import new_bucket, s3_environment, s3_server

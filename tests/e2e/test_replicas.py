@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.run import RunDirectory
+from rollmill.runs.run import RunDirectory
 from rollmill.telemetry import read_events
 from tests.e2e.small_run import BRIEF_EVALS, ONE_REGION, small_run
 from tests.e2e.test_kill import check_stores, digests, finished_ids, pid_of, start, stores, wait_for

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli.demo import play_second_act
-from rollmill.cluster.run import RunDirectory
 from rollmill.demo import second_act
-from tests.cluster.served import published_run
+from rollmill.runs.run import RunDirectory
+from tests.launch.served import published_run
 
 SMALL = (
     "stages.midtrain.steps=2",

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.drive import drive
-from rollmill.cluster.run import RunDirectory
+from rollmill.launch.supervise import drive
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.small_run import ONE_REGION, small_run
 from tests.rollouts.test_seeds import Answers, answers
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli.target import find_target
-from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.state import is_finished, state_of
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
+from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.status import is_finished, state_of
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.small_run import BRIEF_EVALS, ONE_REGION, SMALL, copy_store
 from tests.e2e.test_kill import start, wait_for
 

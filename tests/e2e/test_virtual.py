@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli.train import run_to_report
-from rollmill.cluster.run import RunDirectory
-from rollmill.environments.machines.qemu.parts import find_parts
 from rollmill.errors import MachineError
+from rollmill.machines.qemu.parts import find_parts
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrajectoryState
 from tests.e2e.small_run import BRIEF_EVALS, ONE_REGION, small_run
 

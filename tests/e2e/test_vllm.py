@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli.train import run_to_report
-from rollmill.cluster.run import RunDirectory
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrajectoryState
 from tests.e2e.small_run import BRIEF_EVALS, small_run
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rollmill.errors import RollmillError
+from rollmill.evals.evaluation import Conduct
 from rollmill.evals.gate import GateConfig, GateVerdict, Metric, judge
-from rollmill.evals.run import Conduct
 from rollmill.evals.statistics import clustered_ratio, seen
 
 NAMES = ("rl@1", "rl@2")

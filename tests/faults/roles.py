@@ -30,8 +30,8 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.weights import Follower, HostTensor, Mirror, Publisher, WeightStore
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading import follower as follower_module
-from rollmill.weights.reading import store as store_module
+from rollmill.weights.reading import line_follower as follower_module
+from rollmill.weights.reading import weight_store as store_module
 from rollmill.weights.regions import keeper as region_module
 from rollmill.weights.regions import mirror as transfer_module
 from rollmill.weights.regions.keeper import RegionKeeper, Round

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.inference.wire import chunk_from_json, request_to_json
+from rollmill.inference.engine_wire import chunk_from_json, request_to_json
 from rollmill.storage.objects import Objects
 from rollmill.weights import Publisher, WeightStore
 from tests.faults.roles import LINE
@@ -27,7 +27,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.server import serve_engine
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 config, model, store, port = sys.argv[1:]
 serve_engine(

@@ -22,7 +22,7 @@ from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.routing.fleet import Fleet
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Trajectory
 from tests.chat.conftest import TOOLS, tokenizer  # noqa: F401
 from tests.gateway.serve import ADMIN, LIVE, GatewayServer

@@ -24,7 +24,7 @@ from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import PolicyRef, Sampling, Span
 
 TURN, LAYERS, TOP_K = 10_000, 60, 8

@@ -16,16 +16,16 @@ from aiohttp.test_utils import TestServer
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.workers import run_workers
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
-from rollmill.gateway.gateways import Gateways
 from rollmill.gateway.recording.workers_log import move_sessions
+from rollmill.gateway.replicas import Gateways
 from rollmill.gateway.workers import Workers
+from rollmill.launch.gateway_workers import run_workers
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 ADMIN, LIVE = "admin-secret", "production-secret"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.training.credit import credit_of
+from rollmill.training.rl.credit import credit_of
 from tests.gateway.conftest import QUICK, Door, Mill
 from tests.gateway.npm import installed, run
 from tests.gateway.serve import LIVE

@@ -18,7 +18,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.recording.entries import read_entries
 from rollmill.gateway.recording.sealing import payload_key
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn

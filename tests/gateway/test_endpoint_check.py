@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmill.errors import ConfigError
-from rollmill.rollouts.endpoint import Endpoint, EndpointProxy
+from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
 from tests.gateway.conftest import Answers, Mill
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn

@@ -10,7 +10,7 @@ import pytest
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from tests.gateway.conftest import ADMIN, LIVE, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 

@@ -15,8 +15,8 @@ from rollmill.errors import EngineError
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.routing import fleet as module
 from rollmill.gateway.routing.fleet import Fleet, Registration
+from rollmill.inference.engine_wire import WIRE
 from rollmill.inference.joining import Joining, keep_registered
-from rollmill.inference.wire import WIRE
 from rollmill.storage.database import open_database, writing
 from tests.gateway.conftest import ENGINE, QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.serve import LIVE

@@ -11,17 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmill.cli.main import app
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.errors import GatewayError
 from rollmill.gateway.recording.entries import read_entries
 from rollmill.gateway.sessions.forgetting import forget_in_log
-from rollmill.gateway.sessions.overview import read_sessions
 from rollmill.gateway.sessions.registry import pseudonym
-from rollmill.rollouts.client import GatewayClient
+from rollmill.gateway.sessions.session_overview import read_sessions
+from rollmill.rollouts.gateway_client import GatewayClient
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from tests.gateway.conftest import ADMIN, LIVE, QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_privacy import written

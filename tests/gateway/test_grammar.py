@@ -23,13 +23,13 @@ from rollmill.chat.formats.template import TemplateFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import EngineError
 from rollmill.gateway.config import EngineEndpoint
-from rollmill.gateway.dialect import ModelRequest
-from rollmill.gateway.grammars import grammar_of
+from rollmill.gateway.wire.answer_grammars import grammar_of
+from rollmill.gateway.wire.dialect import ModelRequest
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.embedded.grammar import Grammars, apply_masks
 from rollmill.inference.embedded.grammar_check import GrammarCheck
 from rollmill.inference.server import make_app, serving
-from rollmill.trajectories.kept import decode_kept, split_kept
+from rollmill.trajectories.allowed_tokens import decode_kept, split_kept
 from rollmill.types import Sampling
 from tests.chat.conftest import HERMES_TOKENS, TOOLS
 from tests.chat.published import TOOLS as TEMPLATE_TOOLS

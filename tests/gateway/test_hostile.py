@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import _parse_slowly, parse_object, to_bytes
-from rollmill.gateway.dialect import Limits
-from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_turn, read_entries
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.segments import Answer
 from rollmill.gateway.sessions.sessions import Session, parse_facts
+from rollmill.gateway.wire.body import _parse_slowly, parse_object, to_bytes
+from rollmill.gateway.wire.dialect import Limits
+from rollmill.gateway.wire.dialects.openai_chat import OpenAIChat
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import PolicyRef, Span
 from tests.chat.conftest import TOOLS, tokenizer  # noqa: F401
 

@@ -17,10 +17,10 @@ from rollmill.gateway.access.limits import KeyLimits
 from rollmill.storage.database import open_database
 from rollmill.trajectories.tables import keys
 from tests.cli.conftest import Told, rollmill  # noqa: F401
-from tests.cluster.conftest import make_config
 from tests.gateway.conftest import QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.serve import ADMIN, LIVE
 from tests.gateway.stand_in import StandIn
+from tests.runs.conftest import make_config
 
 
 async def status_of(door: Door, key: str) -> int:
@@ -194,7 +194,7 @@ def test_the_command_shows_a_secret_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.runs.run import RunDirectory
 
     run = RunDirectory.create(tmp_path, make_config())
     assert f"rollmill keys create {run.path}" in rollmill("keys", "list", run.path).out

@@ -15,19 +15,19 @@ import pytest
 
 from rollmill.config import validate_config
 from rollmill.errors import ConfigError
-from rollmill.evals.report.loans import LOANS
 from rollmill.events import EVENTS
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig, LendingConfig
 from rollmill.gateway.routing import fleet as fleet_module
-from rollmill.gateway.routing import lending as module
+from rollmill.gateway.routing import lender as module
 from rollmill.gateway.routing.fleet import Fleet, Registration
-from rollmill.gateway.routing.lending import Lender, LendingRule, Seen, is_hour
+from rollmill.gateway.routing.lender import Lender, LendingRule, Seen, is_hour
 from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.engine_wire import WIRE
 from rollmill.inference.server import make_app, serving
-from rollmill.inference.wire import WIRE
+from rollmill.runs.report.loans import LOANS
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.follower import Follower
+from rollmill.weights.reading.line_follower import Follower
 from tests.gateway.conftest import ENGINE, USER, Mill, until
 from tests.gateway.serve import LIVE
 from tests.inference.test_follower import Line, following

@@ -9,7 +9,7 @@ import pytest
 
 from rollmill.gateway.sessions import sessions
 from rollmill.trajectories.storable import LONGEST_JSON
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from tests.gateway.conftest import LIVE, Answers, Mill, until
 from tests.gateway.stand_in import StandIn
 

@@ -19,17 +19,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.cli.reference import gateway_document
-from rollmill.cluster.ports import free_ports
-from rollmill.cluster.roles.gateway import prepare_process, tls_context
-from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.service import health
 from rollmill.errors import ConfigError
-from rollmill.gateway.garbage import collect_as_usual
+from rollmill.gateway.garbage_policy import collect_as_usual
 from rollmill.gateway.watching.observer import ACCESS_LOG
-from tests.cluster.conftest import make_config
+from rollmill.launch.roles.gateway import prepare_process, tls_context
+from rollmill.launch.services import health
+from rollmill.runs.free_ports import free_ports
+from rollmill.runs.run import RunDirectory
 from tests.gateway.conftest import QUICK, USER, Answers, Mill
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn
+from tests.runs.conftest import make_config
 
 
 async def test_latencies_are_histograms_by_class_model_and_dialect(mill: Mill, answers: Answers) -> None:
@@ -200,7 +200,7 @@ def test_the_process_may_open_many_connections() -> None:
 def test_huge_pages_hold_what_was_there() -> None:
     """Whether there are any depends on the system; the memory must be as before in any case."""
     code = """
-from rollmill.gateway.pages import use_huge_pages
+from rollmill.gateway.huge_pages import use_huge_pages
 
 kept = [bytes([number % 251]) * 1000 for number in range(20_000)]
 moved = use_huge_pages()

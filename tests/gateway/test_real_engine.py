@@ -12,10 +12,10 @@ from rollmill.inference.server import make_app, serving
 from rollmill.models.config import ModelConfig
 from rollmill.training.batching import TokenRule, check_fits, pack, segment_sequence
 from rollmill.training.lineage import Lineage
-from rollmill.training.replay import replay_of
-from rollmill.training.whole import WHOLE
+from rollmill.training.numerics.router_replay import replay_of
+from rollmill.training.single import WHOLE
 from rollmill.types import Segment
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 from tests.gateway.conftest import USER, Mill
 from tests.inference.world import TINY, engine_at, make_model, make_update, trainer_logprobs
 

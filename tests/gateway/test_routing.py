@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rollmill.gateway.config import EngineEndpoint
+from rollmill.gateway.routing.engine_places import Places, Priority
 from rollmill.gateway.routing.engines import EngineState
-from rollmill.gateway.routing.places import Places, Priority
 from rollmill.gateway.routing.router import Router
-from rollmill.gateway.routing.splits import SplitStore
 from rollmill.gateway.routing.targets import Target, pick, read_target
+from rollmill.gateway.routing.traffic_splits import SplitStore
 from rollmill.types import PolicyRef, same_line
 from tests.gateway.conftest import QUICK, USER, Answers, Mill, until
 from tests.gateway.serve import LIVE

@@ -20,20 +20,20 @@ import pytest
 
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.ports import free_ports
-from rollmill.cluster.run import RunDirectory
 from rollmill.gateway.routing.fleet import RENEW_S
 from rollmill.gateway.workers import Workers
-from rollmill.inference.wire import WIRE
+from rollmill.inference.engine_wire import WIRE
+from rollmill.runs.free_ports import free_ports
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
-from tests.cluster.conftest import make_config
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.serve import ADMIN, LIVE
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_fuzz import CHAT, MALFORMED, fuzz, post
 from tests.gateway.test_operations import write_certificate
+from tests.runs.conftest import make_config
 
 COUNT = 2
 
@@ -67,7 +67,7 @@ class Service:
 
 
 def start(run: RunDirectory) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "rollmill.cluster.role", "gateway", str(run.path)])
+    return subprocess.Popen([sys.executable, "-m", "rollmill.launch.role", "gateway", str(run.path)])
 
 
 @contextlib.asynccontextmanager

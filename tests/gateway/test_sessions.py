@@ -17,7 +17,7 @@ from rollmill.gateway.sessions.causes import Declared, read_declared
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn, same_message
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
-from rollmill.training.credit import credit_of
+from rollmill.training.rl.credit import credit_of
 from rollmill.trajectories.invariants import check_trajectory
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Segment, Span

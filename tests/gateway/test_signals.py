@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from rollmill.realtime.collect import Conversations
-from rollmill.realtime.distil import distil
-from rollmill.realtime.rule import RuleConfig
-from rollmill.training.answers import answer_advantages
+from rollmill.feedback.collect import Conversations
+from rollmill.feedback.distil import distil
+from rollmill.feedback.rule import RuleConfig
+from rollmill.training.rl.answer_credit import answer_advantages
 from tests.gateway.conftest import LIVE, USER, Answers, Mill
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_feedback import give

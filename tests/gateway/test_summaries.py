@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn
-from rollmill.training.credit import credit_of
+from rollmill.training.rl.credit import credit_of
 from tests.gateway.conftest import USER, Answers, Mill
 from tests.gateway.stand_in import StandIn
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientError, web
 
-from rollmill.gateway.gateways import Gateways
+from rollmill.gateway.replicas import Gateways
 from rollmill.gateway.routing.engine_http import EngineConnections
 from rollmill.tls import client_context, server_context
-from tests.cluster.test_tls import make_ca, trusted  # noqa: F401 - a fixture
 from tests.gateway.serve import ADMIN
+from tests.launch.test_tls import make_ca, trusted  # noqa: F401 - a fixture
 
 
 @contextlib.asynccontextmanager

@@ -24,11 +24,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.gateways import Gateways
 from rollmill.gateway.recording.entries import LogEntry, encode_open, encode_waited, read_entries
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.recording.workers_log import move_sessions
-from rollmill.gateway.sessions.overview import read_sessions
+from rollmill.gateway.replicas import Gateways
+from rollmill.gateway.sessions.session_overview import read_sessions
 from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.watching.metrics import Metrics, added
 from rollmill.gateway.workers import Workers, log_directories, log_directory, opening, share
@@ -405,7 +405,7 @@ def test_workers_and_gateways_divide_places_and_one_of_them_deletes_what_is_old(
 
 ORPHAN = """
 import mmap, os, time
-from rollmill.cluster.workers import _Supervisor
+from rollmill.launch.gateway_workers import _Supervisor
 
 def fork(real=os.fork, parent=os.getpid()):
     if real():
@@ -426,7 +426,7 @@ def test_a_worker_whose_parent_dies_at_once_ends_too() -> None:
 
 STOPPED = """
 import mmap, os, signal
-from rollmill.cluster.workers import _Supervisor
+from rollmill.launch.gateway_workers import _Supervisor
 
 def wait(real=os.wait):
     ended = real()
@@ -445,7 +445,7 @@ def test_it_stops_cleanly_when_a_worker_has_just_ended() -> None:
 
 SIGNALLED = """
 import mmap, os, signal, sys, time
-from rollmill.cluster.workers import _Supervisor
+from rollmill.launch.gateway_workers import _Supervisor
 
 forks = 0
 def before():

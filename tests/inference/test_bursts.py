@@ -19,7 +19,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.decode_loop import DecodeLoop
 from rollmill.inference.embedded.engine import EmbeddedEngine
-from rollmill.inference.embedded.garbage import collect_as_usual, collect_rarely
+from rollmill.inference.embedded.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import BurstOutput, Runner, StepOutput
 from rollmill.inference.embedded.sampler import sample

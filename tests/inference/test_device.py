@@ -19,7 +19,7 @@ from rollmill.inference.embedded.sampler import sample
 from rollmill.inference.embedded.scheduler import DRAFTED_POSITIONS, DRAFTING_BATCH, Scheduler, Work
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import device_digest, round_to_form_
+from rollmill.models.host_tensors import device_digest, round_to_form_
 from tests.inference.test_switch import changed
 from tests.inference.world import PROMPT, TINY, Whole, engine_at, generate, make_update, request, until, use_device
 from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
@@ -118,7 +118,7 @@ def in_chunks(steps: Steps) -> Steps:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from rollmill.inference.embedded import paged_triton
-        from rollmill.models.kernels import ordered_attention_triton
+        from rollmill.models.kernels.attention import ordered_triton as ordered_attention_triton
 
         monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
         monkeypatch.setattr(paged_triton, "ROWS", 16)

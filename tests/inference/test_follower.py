@@ -27,10 +27,10 @@ from rollmill.inference.server import make_app, serving
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.reading.follower import Follower, Update
 from rollmill.weights.reading.leases import Leases
-from rollmill.weights.reading.store import WeightStore
-from rollmill.weights.regions.collect import collect
+from rollmill.weights.reading.line_follower import Follower, Update
+from rollmill.weights.reading.weight_store import WeightStore
+from rollmill.weights.regions.collection import collect
 from rollmill.weights.regions.mirror import Mirror
 from rollmill.weights.writing.publisher import Publisher
 from tests.inference.world import ENGINE, TINY, engine_at, generate, make_update, request, until
@@ -278,7 +278,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.server import serve_engine
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 config, model, store, port = sys.argv[1:]
 serve_engine(

@@ -13,10 +13,10 @@ from rollmill.errors import WeightsError
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
-from rollmill.models.host import device_digest, load_host, to_host
+from rollmill.models.host_tensors import device_digest, load_host, to_host
 from rollmill.types import PolicyRef
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 from tests.inference.world import ENGINE, PROMPT, TINY, generate, request, tolerance, trainer_logprobs, use_device
 
 

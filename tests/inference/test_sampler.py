@@ -6,7 +6,7 @@ import torch
 
 from rollmill.errors import TrajectoryError
 from rollmill.inference.embedded.sampler import Draw, _sample, log_distribution, sample, uniform
-from rollmill.trajectories.kept import decode_kept, encode_kept, holds
+from rollmill.trajectories.allowed_tokens import decode_kept, encode_kept, holds
 from rollmill.types import Sampling
 from tests.kernels import DEVICE
 

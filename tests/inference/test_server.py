@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import METRICS
+from rollmill.inference.engine_wire import chunk_from_json, request_to_json
 from rollmill.inference.follower import EngineFollower, Pinned
 from rollmill.inference.server import make_app, serving
-from rollmill.inference.wire import chunk_from_json, request_to_json
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.inference.world import ENGINE, PROMPT, engine_at, generate, make_update, request, until
 
 

@@ -16,11 +16,11 @@ from rollmill.errors import EngineError, WeightsError
 from rollmill.inference.engine import EngineUnavailable
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
-from rollmill.models.host import device_digest, to_host
-from rollmill.models.updates import prepare as prepare_module
+from rollmill.models.host_tensors import device_digest, to_host
+from rollmill.models.updates import patch_preparation as prepare_module
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.follower import Patch, Update
+from rollmill.weights.reading.line_follower import Patch, Update
 from tests.inference.world import (
     PROMPT,
     engine_at,

@@ -19,17 +19,17 @@ from aiohttp import web
 from rollmill.errors import ConfigError, EngineError, WeightsError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.engine import EngineUnavailable
-from rollmill.inference.vllm.client import SOCKET, Client, _piece
 from rollmill.inference.vllm.engine import VllmEngine
 from rollmill.inference.vllm.generation import Generation, Sampled, kept_tokens
 from rollmill.inference.vllm.handover import NAME, Handover
-from rollmill.inference.vllm.process import arguments, environment, find_python
+from rollmill.inference.vllm.vllm_client import SOCKET, Client, _piece
+from rollmill.inference.vllm.vllm_process import arguments, environment, find_python
 from rollmill.types import PolicyRef, Sampling
 from tests.inference.world import ENGINE, PROMPT, TINY, make_update, request
 
 STARTER = """
 import subprocess, sys
-subprocess.Popen([sys.executable, "-m", "rollmill.inference.vllm.guard", *sys.argv[1:]], stdin=subprocess.PIPE,
+subprocess.Popen([sys.executable, "-m", "rollmill.inference.vllm.vllm_guard", *sys.argv[1:]], stdin=subprocess.PIPE,
                  process_group=0).wait()
 """
 SERVER = "sleep 1000 & echo $! > {pids}.new && mv {pids}.new {pids}; wait"

@@ -15,7 +15,7 @@ from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import load_tensors, open_checkpoint, saved_config, tensor_entry
 from rollmill.models.huggingface.files import CONFIG, companions, read_json
 from rollmill.models.huggingface.layouts import NamedView, named_views
-from rollmill.weights.files.directory import SHARD_BYTES, encode_json, write_directory
+from rollmill.weights.files.checkpoint_directory import SHARD_BYTES, encode_json, write_directory
 from rollmill.weights.files.safetensors import Entry
 
 COMMON: dict[str, Any] = {

@@ -14,8 +14,8 @@ from rollmill.models.attention import PackedAttention
 from tests.kernels import DEVICE, INTERPRETED, hopper, without_kernels
 
 pytest.importorskip("triton")
-from rollmill.models.kernels import attention_triton
-from rollmill.models.kernels.attention_triton import (
+from rollmill.models.kernels.attention import packed_triton as attention_triton
+from rollmill.models.kernels.attention.packed_triton import (
     Tiles,
     attend,
     attention_backward,

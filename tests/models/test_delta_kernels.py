@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.updates import delta
-from rollmill.models.updates.audit import reference_audit
 from rollmill.models.updates.delta import Differences, apply_changes, audit, audit_change, prepare
-from rollmill.weights.format.audit import audit_host
+from rollmill.models.updates.device_audit import reference_audit
+from rollmill.weights.format.chunk_audit import audit_host
 from rollmill.weights.format.codings import decode_chunk, encode_as
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.patches import Patch

@@ -11,13 +11,13 @@ import torch
 from rollmill.errors import ConfigError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import to_host
+from rollmill.models.host_tensors import to_host
 from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import open_checkpoint
 from rollmill.models.huggingface.describe import describe_model
 from rollmill.models.huggingface.served import checkpoint_tensors
 from rollmill.types import PolicyRef
-from rollmill.weights.files.directory import encode_json
+from rollmill.weights.files.checkpoint_directory import encode_json
 from rollmill.weights.files.exchange import export_directory
 from rollmill.weights.format.manifest import describe, root_digest
 from tests.models.checkpoints import our_logits, their_logits

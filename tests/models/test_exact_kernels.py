@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from rollmill.models.attention import PackedAttention
-from rollmill.models.kernels.varlen import packed_attention
+from rollmill.models.kernels.attention.varlen import packed_attention
 from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 
 pytest.importorskip("triton")
 from rollmill.inference.embedded.paged_triton import heads_together
-from rollmill.models.kernels import exact_triton, ordered_attention_triton
-from rollmill.models.kernels.attention_triton import Tiles
+from rollmill.models.kernels import exact_triton
+from rollmill.models.kernels.attention import ordered_triton as ordered_attention_triton
+from rollmill.models.kernels.attention.packed_triton import Tiles
 from rollmill.models.kernels.fused_triton import swiglu_forward
 from rollmill.models.kernels.swiglu_triton import swiglu_product
 

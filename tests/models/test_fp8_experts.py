@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmill.models.kernels import fp8
 from rollmill.models.kernels.forms import seen
 from rollmill.models.kernels.grouped import experts as through_grouped
+from rollmill.models.kernels.quantised import fp8
 from tests.kernels import DEVICE, INTERPRETED, hopper, without_kernels
 from tests.models.test_quantize import draw
 
@@ -50,8 +50,8 @@ def exact(x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
 
 
 def multiplied(x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
-    from rollmill.models.kernels import fp8_grouped_triton as ours
-    from rollmill.models.kernels.fp8_triton import quantise_transposed
+    from rollmill.models.kernels.quantised import fp8_grouped_triton as ours
+    from rollmill.models.kernels.quantised.fp8_triton import quantise_transposed
 
     places = torch.arange(len(x_RI), device=DEVICE)[:, None]
     codes, scales = ours.spread_codes(x_RI.to(DEVICE), places)
@@ -60,7 +60,7 @@ def multiplied(x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
 
 
 def test_transposed_codes_equal_the_plain_ones() -> None:
-    from rollmill.models.kernels.fp8_triton import quantise_transposed
+    from rollmill.models.kernels.quantised.fp8_triton import quantise_transposed
 
     weight = (draw(2, 256, 384) * torch.exp2(draw(2, 256, 1, seed=1) * 6)).bfloat16()
     weight[1, :128, 128:256] = 0
@@ -73,7 +73,7 @@ def test_transposed_codes_equal_the_plain_ones() -> None:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_tiles_hold_each_row_once(counts: list[int]) -> None:
-    from rollmill.models.kernels import fp8_grouped_triton as ours
+    from rollmill.models.kernels.quantised import fp8_grouped_triton as ours
 
     seen = []
     for expert, first, end in ours.row_tiles(ends(counts), sum(counts)).tolist():
@@ -104,8 +104,8 @@ def test_nan_stays_in_its_row() -> None:
 
 
 def test_fused_passes_give_the_codes_of_separate_passes() -> None:
-    from rollmill.models.kernels import fp8_grouped_triton as ours
     from rollmill.models.kernels.fused_triton import spread, swiglu_forward
+    from rollmill.models.kernels.quantised import fp8_grouped_triton as ours
 
     x, order = uneven(45, 256).to(DEVICE), torch.randperm(90, generator=torch.Generator().manual_seed(4))
     places, gate_up = order.view(45, 2).to(DEVICE), uneven(45, 512, seed=5).to(DEVICE)
@@ -139,7 +139,7 @@ def through(experts: int, *, skips: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("skips", [False, True], ids=["alone", "added"])
 def test_experts_and_their_gradients_equal_the_emulated_ones(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmill.models.kernels import fp8_grouped_triton as ours
+    from rollmill.models.kernels.quantised import fp8_grouped_triton as ours
 
     expected = through(5, skips=skips)
     monkeypatch.setattr(ours, "_FEWEST_ROWS", 1)
@@ -152,7 +152,7 @@ def test_experts_and_their_gradients_equal_the_emulated_ones(skips: bool, monkey
 
 
 def test_shapes_that_do_not_fit_use_the_emulated_product() -> None:
-    from rollmill.models.kernels.fp8_grouped_triton import _FEWEST_ROWS, multiplies
+    from rollmill.models.kernels.quantised.fp8_grouped_triton import _FEWEST_ROWS, multiplies
 
     def fits(rows: int, width: int = 256, inner: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:
         x, gate_up, down = (

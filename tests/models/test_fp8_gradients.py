@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels import fp8, head, head_gradients
 from rollmill.models.kernels.forms import OutputGradient, linear
+from rollmill.models.kernels.heads import head, head_gradients
+from rollmill.models.kernels.quantised import fp8
 from rollmill.models.quantize import round_parameters_
 from tests.kernels import DEVICE, hopper, without_kernels
 from tests.models.test_fp8_experts import uneven

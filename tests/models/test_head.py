@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmill.models.kernels import head
-from rollmill.models.kernels.head import head_logprobs, head_next_token
+from rollmill.models.kernels.heads import head
+from rollmill.models.kernels.heads.head import head_logprobs, head_next_token
 from tests.kernels import DEVICE, INTERPRETED
 
 ROWS, VOCABULARY, WIDTH = 70 if INTERPRETED else 150, 203, 32
@@ -123,7 +123,7 @@ def powers_problem(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("confident", "wide"), [(False, False), (True, False), (True, True)])
 def test_next_token_by_powers(scale: float, confident: bool, wide: bool, monkeypatch: pytest.MonkeyPatch):
     """Confident: the targets have the largest logits, so gradients are small differences. Wide: with larger tiles."""
-    from rollmill.models.kernels import powers_triton
+    from rollmill.models.kernels.heads import exp_logits_triton as powers_triton
 
     monkeypatch.setattr(powers_triton, "_WIDE", 1 if wide else 2048)
     hidden, weight, targets, weights = powers_problem(scale)

@@ -23,12 +23,12 @@ from rollmill.models import triton as triton_support
 from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import round_to_form_
-from rollmill.models.kernels.head import head_logprobs, head_next_token
-from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
+from rollmill.models.host_tensors import round_to_form_
+from rollmill.models.kernels.attention.varlen import VarlenAttention, packed_attention
+from rollmill.models.kernels.heads.head import head_logprobs, head_next_token
 from rollmill.models.updates.delta import audit, difference_streams, prepare
 from rollmill.training.config import OptimizerConfig
-from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.weights.reading.patches import Patch
 from tests.inference import test_device
 from tests.kernels import INTERPRETED
@@ -95,7 +95,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     from triton.runtime.jit import JITFunction
 
     from rollmill.inference.embedded import decode_attention_triton
-    from rollmill.models.kernels import narrow_triton
+    from rollmill.models.kernels import small_batch_triton as narrow_triton
 
     found = Compiler()
     for module in (narrow_triton, decode_attention_triton):
@@ -135,7 +135,7 @@ def joined_products() -> None:
 
 
 def mixtures() -> None:
-    from rollmill.models.kernels import fp8_grouped_triton
+    from rollmill.models.kernels.quantised import fp8_grouped_triton
 
     x, gate_up, down = (torch.zeros(shape).bfloat16() for shape in ((16, 128), (4, 128, 256), (4, 128, 128)))
     ends = torch.zeros(4, dtype=torch.int32)
@@ -143,7 +143,8 @@ def mixtures() -> None:
 
 
 def gradients_in_codes() -> None:
-    from rollmill.models.kernels import fp8_backward_triton, fused_triton
+    from rollmill.models.kernels import fused_triton
+    from rollmill.models.kernels.quantised import fp8_backward_triton
 
     grad = torch.zeros(130, 256).bfloat16()
     for width in (2048, 4096):

@@ -14,7 +14,7 @@ CASES = [(1, 70, 12), (3, 2100, 20), (4, 64, 1030)]  # rows, inputs, outputs: al
 @pytest.mark.kernels
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
 def test_products_agree_with_torch(rows: int, inputs: int, outputs: int) -> None:
-    from rollmill.models.kernels.narrow_triton import multiply
+    from rollmill.models.kernels.small_batch_triton import multiply
 
     random = torch.Generator().manual_seed(0)
     x, weight, gate_up, norm, bias, skip = (

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmill.models.kernels import elementwise, fp8
+from rollmill.models.kernels import elementwise
+from rollmill.models.kernels.quantised import fp8
 from tests.kernels import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.kernels
@@ -46,7 +47,7 @@ def test_norm(width: int):
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 2, 16), (5, 1, 24)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation(heads: tuple[int, int, int], normed: bool):
-    from rollmill.models.kernels.rotate_triton import rotate_heads, unrotate_heads
+    from rollmill.models.kernels.attention.rotate_triton import rotate_heads, unrotate_heads
 
     (q, k, dim), tokens = heads, 33 if INTERPRETED else 45
     qkv = drawn(tokens, (q + 2 * k) * dim)
@@ -78,7 +79,7 @@ def test_sum_of_rows(rows: int):
 
 @pytest.mark.parametrize("vocabulary", [300, 8192, 20_000])
 def test_next_token(vocabulary: int):
-    from rollmill.models.kernels.head_triton import next_token_slopes
+    from rollmill.models.kernels.heads.head_triton import next_token_slopes
 
     rows = 7
     logits = 4 * drawn(rows, vocabulary, dtype=torch.float32)
@@ -96,7 +97,7 @@ def test_next_token(vocabulary: int):
 
 
 def test_gradients_of_several_passes_are_summed():
-    from rollmill.training.fused_adamw import GradientSums
+    from rollmill.training.optimizers.fused_adamw import GradientSums
 
     shapes = [(3,), (40, 50), (1024,), (2, 1025)]
     sums: dict[str, Tensor] = {}
@@ -130,7 +131,7 @@ def test_a_norm_writes_the_codes_of_its_rows(width: int):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_norm_of_all_gradients(dtype: torch.dtype):
-    from rollmill.training.fused_adamw import GradientNorm
+    from rollmill.training.optimizers.fused_adamw import GradientNorm
 
     norm = GradientNorm()
     for seed, shapes in ((0, [(3,), (40, 50)]), (1, [(3,), (40, 50)]), (2, [(16384,), (2, 16385), (7,)])):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels import fp8, nvfp4
+from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.models.quantize import (
     FORMS,
     dequantise,

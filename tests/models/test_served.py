@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import load_host
+from rollmill.models.host_tensors import load_host
 from rollmill.models.huggingface.convert import open_checkpoint, read_tensor
 from rollmill.models.huggingface.served import checkpoint_tensors, served_companions, served_tensors
 from rollmill.weights.format.tensors import HostTensor

@@ -18,10 +18,10 @@ from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.counts import cache_numbers
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import round_to_form_
+from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.layouts import named_views
-from rollmill.models.kernels.varlen import packed_attention
+from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.types import Sampling
 from tests.models.checkpoints import LAYOUTS, load_checkpoint, make_checkpoint, our_logits, tokens_of
 from tests.models.reference import TINY, make_decoder

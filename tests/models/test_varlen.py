@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rollmill.models.attention import PackedAttention
 from rollmill.models.device import uncollected
-from rollmill.models.kernels import varlen
-from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
+from rollmill.models.kernels.attention import varlen
+from rollmill.models.kernels.attention.varlen import VarlenAttention, packed_attention
 from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 from tests.models import test_fused
 
@@ -53,7 +53,7 @@ def repeating(deterministic: bool = True) -> Iterator[None]:
 
 
 def old_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmill.models.kernels import attention_triton
+    from rollmill.models.kernels.attention import packed_triton as attention_triton
 
     monkeypatch.setattr(attention_triton, "has_accelerator", lambda device: False)
 
@@ -61,7 +61,7 @@ def old_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records which kernels each call runs. Nothing is computed."""
-    from rollmill.models.kernels import attention_triton
+    from rollmill.models.kernels.attention import packed_triton as attention_triton
 
     found: list[str] = []
 

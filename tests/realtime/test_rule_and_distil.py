@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmill.realtime.distil import TRAINABLE, WITHOUT_CONSENT, Conversation, distil
-from rollmill.realtime.rule import RuleConfig, Signal, answer_rewards, distilled_reward, kind_of_task, reward_of
+from rollmill.feedback.distil import TRAINABLE, WITHOUT_CONSENT, Conversation, distil
+from rollmill.feedback.rule import RuleConfig, Signal, answer_rewards, distilled_reward, kind_of_task, reward_of
 
 RULE = RuleConfig()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest_asyncio
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.machines.namespace.client import NamespaceHost
 from tests.chat.conftest import tokenizer  # noqa: F401
-from tests.environments.conftest import host  # noqa: F401
+from tests.machines.conftest import host  # noqa: F401
 from tests.rollouts.world import World, open_world
 
 

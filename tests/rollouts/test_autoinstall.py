@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.environments.machines.images import built_names, images_directory, load_image
 from rollmill.errors import TaskError
+from rollmill.machines.images.image import built_names, images_directory, load_image
+from rollmill.rollouts.agent_endpoint import Endpoint
 from rollmill.rollouts.autoinstall import install_repository
-from rollmill.rollouts.endpoint import Endpoint
 from tests.cli.conftest import Told, rollmill  # noqa: F401
 
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

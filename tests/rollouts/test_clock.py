@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.environments.machine import Capabilities, ExecResult
+from rollmill.machines.machine import Capabilities, ExecResult
 from rollmill.rollouts.clock import Clock, _only_waiting, _TimedMachine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

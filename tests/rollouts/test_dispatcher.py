@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.hidden_tests import HiddenTests
+from rollmill.environments.rewards.calls import HiddenTests
 from rollmill.environments.sampler import Draw, Sampler
 from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
 from rollmill.environments.task import Task, TaskSet
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import HarnessError, RewardUnavailable, TaskError
 from rollmill.rollouts.choices import Choices
-from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
+from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims

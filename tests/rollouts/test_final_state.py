@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import Capabilities, Machine, MachineHost, Snapshot
 from rollmill.environments.rewards.weighted import WeightedRewards
 from rollmill.errors import RewardError
+from rollmill.machines.machine import Capabilities, Machine, MachineHost, Snapshot
 from rollmill.rollouts.hand_in import load_hand_in
 from rollmill.rollouts.rollout import RolloutContext, regrade
 from rollmill.types import Reward

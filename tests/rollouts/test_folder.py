@@ -10,7 +10,7 @@ import pytest
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
-from rollmill.environments.machines.folder import Folder
+from rollmill.environments.machine_folder import Folder
 from rollmill.environments.task import WholeDiff
 from tests.rollouts.world import StandInHost, World, make_task
 

@@ -8,12 +8,12 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.judge import Judge, JudgeConfig
 from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.task import Task
 from rollmill.errors import RewardError
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.grading import Stalls, grade_patiently
 from rollmill.types import Reward
 

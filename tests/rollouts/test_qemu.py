@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.environments.machines.qemu.host import QemuHost
-from rollmill.environments.sections import MachineSection
 from rollmill.kinds import build
-from tests.environments.machines.virtual import qemu_host  # noqa: F401
+from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.qemu.host import QemuHost
+from tests.machines.virtual import qemu_host  # noqa: F401
 from tests.rollouts.world import SOLUTION, World, make_task, open_world
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

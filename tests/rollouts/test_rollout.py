@@ -19,10 +19,10 @@ from aiohttp.test_utils import TestServer, unused_port
 from rollmill import telemetry
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
+from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.rollouts import rollout
-from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.hand_in import hand_in_key, load_hand_in, with_counts
 from rollmill.rollouts.rollout import regrade, seal_again
 from rollmill.types import Reward, TrajectoryState

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
-from rollmill.evals.run import Examination, run_eval
+from rollmill.evals.evaluation import Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import Dispatcher
@@ -17,8 +17,8 @@ from rollmill.rollouts.rollout import RolloutContext, rollout_seed
 from rollmill.storage.database import open_database
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.rows import TrajectoryRow
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.table_rows import TrajectoryRow
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState
 from tests.rollouts.world import Additions, World, real_engine
 

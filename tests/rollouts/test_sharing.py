@@ -9,9 +9,9 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from rollmill.errors import GatewayError, StorageError, TrajectoryError
-from rollmill.gateway.gateways import gateway_of
-from rollmill.rollouts.client import GatewayClient
+from rollmill.gateway.replicas import gateway_of
 from rollmill.rollouts.dispatcher import _keep
+from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.pace import Pace
@@ -81,7 +81,7 @@ async def test_a_group_that_another_dispatcher_has_brought_to_its_end_ends_nobod
 async def test_a_gateway_that_is_away_does_not_hide_that_another_one_serves(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmill.rollouts.client._TURN_S", 0.2)
+    monkeypatch.setattr("rollmill.rollouts.gateway_client._TURN_S", 0.2)
     places = [lambda: f"http://127.0.0.1:{unused_port()}", lambda: world.context.gateway.base_url]
     names = [next(name for name in map(str, range(99)) if gateway_of(name, 2) == number) for number in range(2)]
     async with GatewayClient(places, ADMIN) as client:

@@ -14,7 +14,7 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
 from rollmill.environments.harnesses.summary import SummaryConfig
 from rollmill.environments.harnesses.tools import tool_schemas
-from rollmill.training.credit import credit_of
+from rollmill.training.rl.credit import credit_of
 from rollmill.types import Segment
 from tests.rollouts.world import SOLUTION, World
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import unused_port
 
-from rollmill.environments.machine import ExecResult, Machine, MachineHost
 from rollmill.environments.task import WholeDiff
+from rollmill.machines.machine import ExecResult, Machine, MachineHost
 from rollmill.rollouts import rollout, work_diff
-from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.hand_in import load_hand_in
 from tests.rollouts.test_dispatcher import SIZE, dispatch
 from tests.rollouts.world import ADMIN, RUN, World, make_task

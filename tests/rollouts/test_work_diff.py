@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollmill.environments.machine import Capabilities, ExecResult
-from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.rewards.hidden_tests import HiddenTests
+from rollmill.environments.rewards.calls import HiddenTests
 from rollmill.environments.rewards.script import Script
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine
+from rollmill.machines.machine import Capabilities, ExecResult
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts import work_diff
 from rollmill.rollouts.check_task import check_task
 from rollmill.rollouts.hand_in import HandIn, load_hand_in, store_hand_in, take_hand_in

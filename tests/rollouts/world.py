@@ -20,22 +20,22 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
 from rollmill.environments.harnesses.tools import tool_schemas
-from rollmill.environments.machine import Machine, MachineHost
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.rewards.hidden_tests import HiddenTests, HiddenTestsConfig
+from rollmill.environments.rewards.calls import HiddenTests, HiddenTestsConfig
 from rollmill.environments.task import Task
 from rollmill.errors import GatewayError, MachineError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.inference.server import make_app as make_engine_app
 from rollmill.inference.server import serving
-from rollmill.rollouts.client import GatewayClient
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.machine import Machine, MachineHost
+from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout import Outcome, RolloutContext, run_rollout
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.rows import TrajectoryRow
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.table_rows import TrajectoryRow
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Sampling, TrajectoryState
 from tests.gateway.serve import GatewayServer
 from tests.gateway.stand_in import StandIn

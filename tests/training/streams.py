@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollmill.training.mixture import Mixture, Part
-from rollmill.training.source import Document
+from rollmill.training.pretraining.mixture import Mixture, Part
+from rollmill.training.pretraining.source import Document
 
 
 @dataclass(frozen=True)

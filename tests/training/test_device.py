@@ -16,13 +16,13 @@ from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
-from rollmill.models.host import to_host
+from rollmill.models.host_tensors import to_host
 from rollmill.models.moe import Replay, Routing
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, RLConfig, TrainingConfig
-from rollmill.training.graphs import GraphedPasses
 from rollmill.training.loop import Trainer
-from rollmill.training.objectives.midtrain import MidtrainObjective
-from rollmill.training.replay import RouterMeasures
+from rollmill.training.numerics.graphs import GraphedPasses
+from rollmill.training.numerics.router_replay import RouterMeasures
+from rollmill.training.pretraining.document_objective import MidtrainObjective
 from rollmill.trajectories.pace import Pace
 from rollmill.types import Version
 from rollmill.weights.writing.publisher import Publisher
@@ -100,7 +100,7 @@ def test_a_quantised_run_resumes_whatever_uninitialised_memory_held(
             torch.nn.init.constant_(parameter, torch.nan)
         return model
 
-    monkeypatch.setattr("rollmill.training.whole.decoder_on", littered)
+    monkeypatch.setattr("rollmill.training.single.decoder_on", littered)
     for until in (1, 3):
         trainer = midtrainer(World(tmp_path, device=device), form=form)
         assert trainer.run(until) == Version("main", until)

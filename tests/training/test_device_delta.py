@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import to_host
+from rollmill.models.host_tensors import to_host
 from rollmill.storage.objects import Objects
-from rollmill.training import whole
+from rollmill.training import single as whole
 from rollmill.training.config import TrainingConfig
 from rollmill.training.device_delta import codes_on_device
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing import encoder
 from tests.kernels import DEVICE
 from tests.models.reference import TINY, make_decoder

@@ -21,16 +21,16 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.loop import Trainer
-from rollmill.training.objectives.midtrain import DocumentBatch, MidtrainObjective
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.sharded import ShardedPlacement
+from rollmill.training.parallel.sharded_ranks import ShardedPlacement
 from rollmill.training.parallel.world import World
-from rollmill.training.placement import Placement
+from rollmill.training.pretraining.document_objective import DocumentBatch, MidtrainObjective
+from rollmill.training.ranks import Placement
+from rollmill.training.single import WHOLE
 from rollmill.training.stage import StageContext, StageSection
-from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
-from rollmill.weights.reading.store import WeightStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.training.parallel.cases import CPU
 from tests.training.parallel.ranks import run_ranks
 from tests.training.world import MODEL

@@ -18,12 +18,12 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, decoder_on
-from rollmill.models.host import device_digest, load_host
+from rollmill.models.host_tensors import device_digest, load_host
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
-from rollmill.training.replay import replay_of
-from rollmill.training.whole import WHOLE
+from rollmill.training.numerics.router_replay import replay_of
+from rollmill.training.single import WHOLE
 from rollmill.types import PolicyRef
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 from tests.inference.test_switch import changed
 from tests.inference.world import Whole, generate, make_update, request, until
 

@@ -28,15 +28,15 @@ from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
-from rollmill.models.host import load_host, to_host
+from rollmill.models.host_tensors import load_host, to_host
 from rollmill.models.kernels.exact import fixes_order
 from rollmill.models.shaping import Shape
 from rollmill.models.triton import has_triton
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
-from rollmill.training.whole import WHOLE
+from rollmill.training.single import WHOLE
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 from tests.chat.test_streaming import KINDS
 from tests.inference.world import Whole, generate, until
 from tests.kernels import cuda

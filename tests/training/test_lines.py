@@ -7,19 +7,19 @@ import torch
 
 from rollmill.errors import TrainingError, WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import load_host
+from rollmill.models.host_tensors import load_host
 from rollmill.models.quantize import dequantised, quantises
 from rollmill.training import state
-from rollmill.training.checkpoint import Checkpoints
 from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.lineage import next_line, trace_lineage
 from rollmill.training.loop import Trainer
 from rollmill.training.objective import StepOutcome
-from rollmill.training.objectives.rl import RolloutBatch
+from rollmill.training.rl.rl_objective import RolloutBatch
+from rollmill.training.training_checkpoint import Checkpoints
 from rollmill.types import Version
 from rollmill.weights.reading.leases import Leases
-from rollmill.weights.reading.store import newest_line
-from rollmill.weights.regions.collect import collect
+from rollmill.weights.reading.weight_store import newest_line
+from rollmill.weights.regions.collection import collect
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import PACE, STEPS, TRAINING, World
 from tests.weights.build import make_tensors

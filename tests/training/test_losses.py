@@ -12,12 +12,12 @@ from rollmill import telemetry
 from rollmill.config import load_config, validate_config
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import round_to_form_, to_host
+from rollmill.models.host_tensors import round_to_form_, to_host
 from rollmill.training.batching import TokenRule, pack
 from rollmill.training.config import DIALS, LossName, RLConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.objectives.rl import RolloutBatch
-from rollmill.training.selection import trainable_sequences
+from rollmill.training.rl.rl_objective import RolloutBatch
+from rollmill.training.rl.selection import trainable_sequences
 from rollmill.trajectories.pace import Pace
 from rollmill.types import Segment
 from rollmill.weights.writing.publisher import Publisher

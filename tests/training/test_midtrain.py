@@ -8,9 +8,9 @@ from rollmill.models.decoder import Decoder
 from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
 from rollmill.training.loop import Trainer
-from rollmill.training.objectives.midtrain import MidtrainObjective
+from rollmill.training.pretraining.document_objective import MidtrainObjective
 from rollmill.types import Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.training.streams import generated
 from tests.training.world import MODEL
 

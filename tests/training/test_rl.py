@@ -15,8 +15,8 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.batching import STALE, TokenRule, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.objectives.rl import RolloutBatch
-from rollmill.training.selection import trainable_sequences
+from rollmill.training.rl.rl_objective import RolloutBatch
+from rollmill.training.rl.selection import trainable_sequences
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace

@@ -14,10 +14,10 @@ from rollmill.errors import TrajectoryError
 from rollmill.models.shaping import Shape, pack_bits, unpack_bits
 from rollmill.training.batching import TRUNCATED, MicroBatch, TokenRule, check_fits, pack, segment_sequence
 from rollmill.training.lineage import Lineage
-from rollmill.training.replay import replay_of
+from rollmill.training.numerics.router_replay import replay_of
+from rollmill.training.single import WHOLE
 from rollmill.training.step import token_logprobs
-from rollmill.training.whole import WHOLE
-from rollmill.trajectories.kept import encode_kept, join_kept
+from rollmill.trajectories.allowed_tokens import encode_kept, join_kept
 from rollmill.types import Sampling, Segment, Span
 from tests.inference.world import TINY, Whole, engine_at, generate, make_model, make_update, request
 

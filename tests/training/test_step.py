@@ -13,13 +13,13 @@ from torch import Tensor
 from benchmarks.train_step import NextTokenStep
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels import head
+from rollmill.models.kernels.heads import head
 from rollmill.training import step as step_module
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.loss import target_logprobs
-from rollmill.training.next_token import NextTokenPasses
-from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.numerics.next_token import NextTokenPasses
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.step import forward_packed, token_logprobs, token_loss
 from tests.kernels import DEVICE, INTERPRETED
 

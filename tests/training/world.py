@@ -12,19 +12,19 @@ from rollmill.models.attention import PackedAttention
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
-from rollmill.models.host import load_host
+from rollmill.models.host_tensors import load_host
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.loss import target_logprobs
-from rollmill.training.objectives.rl import RLObjective
+from rollmill.training.rl.rl_objective import RLObjective
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajectory, Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from tests.trajectories.build import start_group
 
 MODEL = ModelConfig(

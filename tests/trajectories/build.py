@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.trajectories.kept import join_kept
+from rollmill.trajectories.allowed_tokens import join_kept
 from rollmill.trajectories.ledger import Ledger, NewGroup
 from rollmill.trajectories.pace import Pace
 from rollmill.types import Cause, PolicyRef, Sampling, Segment, Span, Trajectory

@@ -11,7 +11,7 @@ from rollmill.errors import TrajectoryError
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger, NewGroup
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward
 from tests.trajectories.build import start_group
 

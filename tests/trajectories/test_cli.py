@@ -15,19 +15,19 @@ from typer.testing import CliRunner
 
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.cli.trajectories import app
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError, TrajectoryError
 from rollmill.gateway.recording.entries import encode_open, encode_turn
 from rollmill.gateway.sessions.segments import Answer, Turn
 from rollmill.gateway.sessions.sessions import parse_facts
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward, Sampling, Span
 from tests.trajectories import build
 from tests.trajectories.build import start_group

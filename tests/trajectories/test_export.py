@@ -12,21 +12,21 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from rollmill.chat.conversation import render_conversation
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
+from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.cli.trajectories import app
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import LocalPath, load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.training.source import SourceContext
-from rollmill.training.sources.conversations import Conversations, ConversationSettings
+from rollmill.training.pretraining.source import SourceContext
+from rollmill.training.pretraining.sources.conversations import Conversations, ConversationSettings
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward, TrafficClass
 from tests.trajectories import build
 

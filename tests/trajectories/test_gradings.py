@@ -7,12 +7,12 @@ import sqlalchemy as sa
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import open_database
-from rollmill.training.baseline import GroupBaseline
-from rollmill.training.selection import weigh_groups
+from rollmill.training.rl.baseline import GroupBaseline
+from rollmill.training.rl.selection import weigh_groups
 from rollmill.trajectories.gradings import begin_grading, record_group
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, Version
 from tests.trajectories.test_ledger import assert_adds_up, record, settle, start
 from tests.trajectories.test_migrations import restore

@@ -14,7 +14,7 @@ from rollmill.storage.database import reading, writing
 from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, Version
 from tests.trajectories.build import start_group
 

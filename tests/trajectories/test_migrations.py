@@ -20,7 +20,7 @@ from rollmill.storage.database import newest_revision, open_database, reading, w
 from rollmill.storage.objects import Objects
 from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward
 from tests.processes import SERVER
 

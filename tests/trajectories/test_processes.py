@@ -20,7 +20,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, StepRecord, Version
 from tests.processes import SERVER
 from tests.trajectories.build import start_group

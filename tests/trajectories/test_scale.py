@@ -22,7 +22,7 @@ from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.ledger import Ledger, NewGroup, Untaken
 from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, StepRecord, Version
 from tests.rollouts.world import make_task
 

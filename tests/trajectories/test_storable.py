@@ -22,7 +22,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.trajectories.storable import DEEPEST_JSON, LONGEST_JSON
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, StepRecord
 from tests.trajectories import build
 from tests.trajectories.build import start_group

@@ -17,7 +17,7 @@ import numpy as np
 from rollmill.storage.objects import Objects
 from rollmill.weights import Follower, HostTensor, Update, WeightStore
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading import image
+from rollmill.weights.reading import host_weights as image
 
 
 def die_at(step: int) -> None:

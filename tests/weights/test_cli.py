@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
-from rollmill.cluster.prepare import keep_tokenizer
-from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.models.huggingface.config import config_from_huggingface
+from rollmill.runs.prepare import keep_tokenizer
+from rollmill.runs.run import RunDirectory
 from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Publisher, WeightStore
 from rollmill.weights.reading.leases import Leases
 from rollmill.weights.regions.anchors import AnchorBuilder
-from tests.cluster.checkpoints import chat_tokenizer
-from tests.cluster.conftest import make_config
+from tests.runs.checkpoints import chat_tokenizer
+from tests.runs.conftest import make_config
 from tests.storage.serving import new_bucket, s3_environment, s3_server, served
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
 from tests.weights.commands import invoke, open_store, shown, write_events

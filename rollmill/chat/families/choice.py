@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollmill.chat.calls import CallFamily
 from rollmill.chat.config import FamilyName
 from rollmill.chat.families.cohere import ACTION, CohereCalls
 from rollmill.chat.families.deepseek import CALLS, DeepSeekCalls
@@ -15,6 +14,7 @@ from rollmill.chat.families.mistral import MarkedListCalls
 from rollmill.chat.families.plain_json import JsonCalls
 from rollmill.chat.families.qwen_coder import QwenCoderCalls
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.chat.tool_calls import CallFamily
 
 FAMILIES: Mapping[FamilyName, CallFamily] = {
     "hermes": HermesCalls(),

@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 
 from rollmill.chat.call_grammar import mark_rule, named_calls
-from rollmill.chat.calls import Call
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.chat.tool_calls import Call
 
 CHANNEL = "<|channel|>"
 _MESSAGE, _NEXT, _END, _CALL = "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>"

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.chat.call_grammar import calls_schema, json_rule, mark_rule, named_calls, repeated
-from rollmill.chat.calls import Call, call_of, json_prefix, malformed, write_call
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.chat.tool_calls import Call, call_of, json_prefix, malformed, write_call
 
 _ID, _ARGS = "[CALL_ID]", "[ARGS]"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollmill.chat.checkpoint import TEMPLATE, ChatFiles, chat_files, read_chat_files
+from rollmill.chat.chat_files import TEMPLATE, ChatFiles, chat_files, read_chat_files
 from rollmill.chat.config import ChatConfig
 from rollmill.chat.documents import document_marks
 from rollmill.chat.families.choice import FAMILIES

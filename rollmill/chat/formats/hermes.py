@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from rollmill.chat.call_stream import call_stream
-from rollmill.chat.calls import write_call
 from rollmill.chat.families.hermes import HermesCalls
 from rollmill.chat.format import ContentStream, DocumentMarks, Message, Tool, assistant_message, message_calls
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.chat.tool_calls import write_call
 
 _CALLS = HermesCalls()
 _MARKS = re.compile(r"(<\|im_start\|>|<\|im_end\|>|</?tool_call>|</?tool_response>)")

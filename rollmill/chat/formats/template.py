@@ -21,9 +21,8 @@ from datetime import datetime
 from typing import Any
 
 from rollmill.chat.call_stream import call_stream
-from rollmill.chat.calls import CallFamily, FramedText, closings_of
+from rollmill.chat.context_fitting import SampledIds
 from rollmill.chat.families.choice import family_of
-from rollmill.chat.fitting import SampledIds
 from rollmill.chat.format import (
     CallMark,
     ContentStream,
@@ -34,10 +33,11 @@ from rollmill.chat.format import (
     assistant_message,
     message_calls,
 )
+from rollmill.chat.prompt_writer import Writer, find_abilities
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import CLOSE, NONCHARACTERS, Tokenizer, mark
-from rollmill.chat.writer import Writer, find_abilities
+from rollmill.chat.tool_calls import CallFamily, FramedText, closings_of
 from rollmill.errors import ConfigError, GatewayError
 
 _MOST_RECENT = 64  # conversations

@@ -145,8 +145,8 @@ def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
 
 
 def _check_gate(place: Place, name: str, wanted: Version) -> None:
-    from rollmill.cluster.gate import check_live
-    from rollmill.cluster.run import RunDirectory
+    from rollmill.realtime.gate_run import check_live
+    from rollmill.runs.run import RunDirectory
 
     has_run = place.run is not None and (place.run / "run.json").is_file()
     required = has_run and place.run is not None and RunDirectory.open(place.run).config.gate is not None

@@ -32,7 +32,7 @@ from rich.text import Text
 from rollmill.storage.objects import Objects
 from rollmill.weights.format.manifest import Anchor, Encoding, Manifest, Pack
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 _UNBOUNDED = 10_000  # columns
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -79,7 +79,7 @@ def export(
 
 def _as_trained(companions: dict[str, bytes]) -> tuple[dict[str, bytes], str]:
     """The files of the model, with the chat template as training wrote with it; and what is to be said about it."""
-    from rollmill.chat.checkpoint import TEMPLATE
+    from rollmill.chat.chat_files import TEMPLATE
     from rollmill.chat.effective import effective_template
     from rollmill.chat.formats.choice import format_of
     from rollmill.chat.formats.template import TemplateFormat
@@ -121,7 +121,7 @@ def import_(
         rollmill weights import out runs/demo --line base
     """
     from rollmill.cli.weights import display
-    from rollmill.weights.files.directory import read_companions, weight_files
+    from rollmill.weights.files.checkpoint_directory import read_companions, weight_files
     from rollmill.weights.files.exchange import check_export, import_directory, publish_import
 
     total = sum(path.stat().st_size for path in weight_files(directory))

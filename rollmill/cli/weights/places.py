@@ -16,7 +16,7 @@ import typer
 if TYPE_CHECKING:
     from rollmill.storage.objects import Objects
     from rollmill.types import Version
-    from rollmill.weights.reading.store import WeightStore
+    from rollmill.weights.reading.weight_store import WeightStore
 
 Where = Annotated[
     str, typer.Argument(metavar="WHERE", help="run directory, store directory, or object store URL (s3://…, http://…)")
@@ -49,8 +49,8 @@ class Place:
 
 def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
     """`create` makes a store that does not exist yet, but never inside a directory with other content."""
-    from rollmill.cluster.run import RunDirectory
     from rollmill.errors import WeightsError
+    from rollmill.runs.run import RunDirectory
     from rollmill.storage.objects import Objects
     from rollmill.weights import WeightStore
 
@@ -103,7 +103,7 @@ def find_version(place: Place, text: str, line: str | None = None) -> Version:
     from rollmill.errors import WeightsError
     from rollmill.types import Version
     from rollmill.weights import Channels
-    from rollmill.weights.format.keys import valid_name
+    from rollmill.weights.format.object_keys import valid_name
 
     if found := _VERSION.fullmatch(text):
         return Version(valid_name(found["line"]), int(found["number"]))

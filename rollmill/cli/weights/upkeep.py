@@ -11,8 +11,8 @@ import typer
 from rollmill.cli.weights.places import Forms, Line, Token, Where, chosen, open_place
 
 if TYPE_CHECKING:
-    from rollmill.weights.reading.store import WeightStore
-    from rollmill.weights.regions.collect import Collected
+    from rollmill.weights.reading.weight_store import WeightStore
+    from rollmill.weights.regions.collection import Collected
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
 
@@ -39,7 +39,7 @@ def gc(
     """
     from rollmill.cli.weights import display
     from rollmill.errors import WeightsError
-    from rollmill.weights.regions.collect import collect, collect_companions
+    from rollmill.weights.regions.collection import collect, collect_companions
 
     store = open_place(where, token).store
     limit = None if budget is None else _parse_size(budget)
@@ -162,7 +162,7 @@ def mirror(
     """
     from rollmill.cli.weights.keeping import ToldKeeper, keep_region
     from rollmill.telemetry import open_events
-    from rollmill.weights.reading.store import WeightStore
+    from rollmill.weights.reading.weight_store import WeightStore
 
     if events is not None:
         open_events(events, f"mirror-{region}" if region else "mirror")

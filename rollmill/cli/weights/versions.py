@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rollmill.weights.format.manifest import Encoding, Manifest
-    from rollmill.weights.reading.store import WeightStore
+    from rollmill.weights.reading.weight_store import WeightStore
 
 _NUMBERS = ("version", "bytes", "ratio", "density", "epoch", "pause")
 Top = Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")]

@@ -19,8 +19,8 @@ from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.summary import Messages
 from rollmill.environments.harnesses.turns import is_cut, start
-from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
+from rollmill.machines.machine import Machine
 from rollmill.types import Sampling
 
 ANSWER = "answer.txt"

@@ -17,8 +17,8 @@ from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.summary import Messages
 from rollmill.environments.harnesses.turns import run_turns, start
-from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
+from rollmill.machines.machine import ExecResult, Machine
 from rollmill.types import Sampling
 
 

@@ -18,10 +18,10 @@ from pydantic import Field
 from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.proxy import ModelProxy
-from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError, TaskError
 from rollmill.keepalive import keepalive_connector
+from rollmill.machines.machine import ExecResult, Machine
 from rollmill.types import Sampling
 
 INSTRUCTION_FILE = "/tmp/instruction.txt"  # noqa: S108  inside the machine

@@ -36,10 +36,10 @@ from rollmill.backoff import Backoff
 from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.model import RETRY_STATUS, sampling_fields
-from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ConfigError, HarnessError
 from rollmill.keepalive import keepalive_connector
+from rollmill.machines.machine import Machine
 from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Sampling
 

@@ -18,8 +18,8 @@ from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.summary import Messages
 from rollmill.environments.harnesses.turns import run_turns, start
-from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
+from rollmill.machines.machine import Machine
 from rollmill.types import Sampling
 
 _TOOLS = {"bash": tools.Tool("bash", "Run a bash command in the work directory.", {"command": str})}

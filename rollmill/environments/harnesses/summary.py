@@ -8,7 +8,7 @@ context that begins with the task, the number of summaries so far, and the summa
     [task, summary 2 | answer, result, … ]
 
 The first request of a fresh context declares its cause to the gateway, which records a chain of segments. The reward of
-the episode reaches every summary of the chain (training/credit.py), so the model learns what to keep.
+the episode reaches every summary of the chain (training/rl/credit.py), so the model learns what to keep.
 
 A tool result may fill the window at once. Then the last results are cut, and the summary is asked for in their place.
 """

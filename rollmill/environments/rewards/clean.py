@@ -10,10 +10,10 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine, for_all, make_links, write_over
 from rollmill.errors import MachineError, TaskError
+from rollmill.machines.machine import ExecResult, Machine
 from rollmill.strict import StrictModel, parse_json
 
 M = TypeVar("M", bound=StrictModel)

@@ -39,7 +39,6 @@ from pydantic import Field, FiniteFloat, TypeAdapter, field_validator, model_val
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan
 from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, check_program, clean_machine, evidence_of, read_grading
@@ -48,6 +47,7 @@ from rollmill.environments.task_machine import create_machine, for_all
 from rollmill.environments.tasks.jsonl import Base64, contents
 from rollmill.environments.tasks.programs import parse_python
 from rollmill.errors import TaskError
+from rollmill.machines.machine import ExecResult, Machine
 from rollmill.strict import StrictModel, parse_json
 from rollmill.trajectories.storable import LARGEST_NUMBER
 from rollmill.types import Reward

@@ -28,14 +28,14 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import WORK
 from rollmill.environments.task import Task, WholeDiff
-from rollmill.environments.tasks.directory import folders, read_tree
 from rollmill.environments.tasks.dockerfile import Dockerfile, read_dockerfile
 from rollmill.environments.tasks.lines import Parsed, collect, validate
 from rollmill.environments.tasks.listed import ListedTasks
-from rollmill.environments.tasks.splits import TaskFileConfig
+from rollmill.environments.tasks.task_directory import folders, read_tree
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
+from rollmill.machines.machine import WORK
 
 HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"
 _TESTS, _SOLUTION, _LOGS = "/tmp/tests", "/tmp/solution", "/tmp/logs"  # noqa: S108  in a machine

@@ -20,7 +20,7 @@ from rollmill.config import Config
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
-from rollmill.environments.tasks.splits import TaskFileConfig
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.strict import FreeJson
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rollmill.config import Config, explain_problems
 from rollmill.environments.task import Task
-from rollmill.environments.tasks.splits import Splits, TaskFileConfig
+from rollmill.environments.tasks.task_splits import Splits, TaskFileConfig
 from rollmill.errors import TaskError
 
 MAX_LINE = 1 << 26  # bytes

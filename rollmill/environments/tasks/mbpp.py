@@ -14,7 +14,7 @@ from rollmill.environments.task import Task
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.programs import MAIN, parse_python, script_grading
-from rollmill.environments.tasks.splits import TaskFileConfig
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
 
 _INSTRUCTION = (

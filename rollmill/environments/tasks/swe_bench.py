@@ -22,7 +22,7 @@ from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.tasks.git_files import CommitFiles, Patched, apply_patch, check_commit, modes_of
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
-from rollmill.environments.tasks.splits import TaskFileConfig
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
 
 _INSTRUCTION = "The work directory holds the repository {repo}. Resolve this issue in it:\n\n{problem}\n"

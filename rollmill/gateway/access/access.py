@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+from rollmill.gateway.access.account import current_account
 from rollmill.gateway.access.keys import Key, KeyRing, check_scopes
 from rollmill.gateway.access.limits import KeyLimits
-from rollmill.gateway.watching.account import current_account
 
 
 class Access:

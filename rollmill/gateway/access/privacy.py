@@ -26,8 +26,8 @@ from rollmill.gateway.access.redaction import (
     redact_inputs,
     redact_schema,
 )
-from rollmill.gateway.dialect import ModelRequest
 from rollmill.gateway.sessions.sessions import Session
+from rollmill.gateway.wire.dialect import ModelRequest
 from rollmill.kinds import build
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from pydantic_core import to_json
 from rollmill.gateway.sessions.segments import Answer, Turn
 from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.sessions.stored import Stored
+from rollmill.trajectories.allowed_tokens import join_kept, split_kept
 from rollmill.trajectories.facts import POLICIES, SPANS
-from rollmill.trajectories.kept import join_kept, split_kept
 from rollmill.trajectories.packing import StoredArray
 
 _MAGIC = b"RMG1"

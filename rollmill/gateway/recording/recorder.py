@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.immediate_future import Wake
 from rollmill.gateway.recording.entries import LogEntry, encode_entry, find_whole_entry, scan_entries
 from rollmill.gateway.recording.rewriting import Place, Places, Rewriting
-from rollmill.gateway.wake import Wake
 
 log = logging.getLogger(__name__)
 LOG_NAME = "sessions.log"

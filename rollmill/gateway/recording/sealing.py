@@ -19,15 +19,15 @@ from typing import Any
 from rollmill.errors import GatewayError, ObjectExists, StorageError, TrajectoryError
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.recording.entries import encode_entry, encode_waited
+from rollmill.gateway.recording.expert_routes import gather_routes
 from rollmill.gateway.recording.recorder import Recorder
-from rollmill.gateway.recording.routes import gather_routes
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.schema import seal_facts, write_trajectory
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Final, Literal, NamedTuple, cast
 from yarl import URL
 
 from rollmill.errors import EngineError
-from rollmill.gateway.wake import Wake
+from rollmill.gateway.immediate_future import Wake
 from rollmill.keepalive import notice_lost_host
 from rollmill.tls import own_context
 

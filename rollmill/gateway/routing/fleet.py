@@ -24,10 +24,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.access.access import Access
-from rollmill.gateway.body import parse_object
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.gateway.routing.router import Router
-from rollmill.inference.wire import WIRE
+from rollmill.gateway.wire.body import parse_object
+from rollmill.inference.engine_wire import WIRE
 from rollmill.storage.database import now, reading, writing
 from rollmill.trajectories.tables import engines
 

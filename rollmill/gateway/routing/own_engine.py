@@ -12,7 +12,7 @@ from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.gateway.routing.engine_http import EngineConnections
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
-from rollmill.inference.wire import chunk_from_json, chunks_from_json, request_to_json
+from rollmill.inference.engine_wire import chunk_from_json, chunks_from_json, request_to_json
 
 
 async def ask(

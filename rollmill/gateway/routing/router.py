@@ -24,14 +24,14 @@ import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, GatewayError
+from rollmill.gateway.access.account import current_account
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.routing import openai_engine, own_engine
 from rollmill.gateway.routing.engine_http import EngineConnections
+from rollmill.gateway.routing.engine_places import Places, Priority, overloaded
 from rollmill.gateway.routing.engines import EngineState
-from rollmill.gateway.routing.places import Places, Priority, overloaded
-from rollmill.gateway.routing.splits import Split
 from rollmill.gateway.routing.targets import DEFAULT, Target, pick, read_target
-from rollmill.gateway.watching.account import current_account
+from rollmill.gateway.routing.traffic_splits import Split
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.keepalive import keepalive_connector
 from rollmill.types import same_line

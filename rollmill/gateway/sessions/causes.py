@@ -3,7 +3,7 @@ answer an episode came to, as far as the client declares it.
 
     x-rollmill-cause: sub_agent | summary
     x-rollmill-parent: SEGMENT               whose agent called the sub-agent or was summarised; default: the latest
-    x-rollmill-outcome: true                 the answer to this request is the outcome: see training/credit.py
+    x-rollmill-outcome: true                 the answer to this request is the outcome: see training/rl/credit.py
 
 Coding agents say in headers of their own that a sub-agent asks; then it is one, unless the texts prove a summary.
 

@@ -23,7 +23,7 @@ from rollmill.gateway.recording.sealing import Sealer
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.watching.metrics import Metrics
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 log = logging.getLogger(__name__)
 _MOST, _MOST_PER_KEY = 10_000, 1_000

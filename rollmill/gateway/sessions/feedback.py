@@ -17,15 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.access.access import Access
 from rollmill.gateway.access.keys import Key
-from rollmill.gateway.body import parse_object
 from rollmill.gateway.recording.sealing import Sealer
 from rollmill.gateway.sessions.early import Early, EarlyFeedback
 from rollmill.gateway.sessions.identity import named_session
 from rollmill.gateway.sessions.registry import Registry, key_id_of
 from rollmill.gateway.sessions.sessions import check_id
+from rollmill.gateway.wire.body import parse_object
 from rollmill.gateway.workers import Workers
 from rollmill.signals import checked
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrafficClass, TrajectoryState
 
 _Short = Annotated[str, Field(min_length=1, max_length=128)]

@@ -11,15 +11,15 @@ from aiohttp import web
 
 from rollmill.errors import GatewayError
 from rollmill.gateway.access.access import Access
-from rollmill.gateway.body import parse_object
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.recording.sealing import Sealer, delete_unfinished
 from rollmill.gateway.sessions.early import About, EarlyFeedback
-from rollmill.gateway.sessions.overview import describe_session
 from rollmill.gateway.sessions.registry import Registry, pseudonyms
+from rollmill.gateway.sessions.session_overview import describe_session
+from rollmill.gateway.wire.body import parse_object
 from rollmill.gateway.workers import Workers, log_directories
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 _REASON = "its user was forgotten"
 

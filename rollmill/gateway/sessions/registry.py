@@ -19,14 +19,14 @@ from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.gateway.access.keys import SESSION_KEY
-from rollmill.gateway.body import to_bytes
 from rollmill.gateway.recording.entries import LogEntry, decode_turn, read_entries
 from rollmill.gateway.recording.recorder import LOG_NAME
 from rollmill.gateway.sessions.segments import OpenSegment, Turn
 from rollmill.gateway.sessions.sessions import Session, SessionFacts, check_id
 from rollmill.gateway.sessions.stored import Stored, StoredResponses
+from rollmill.gateway.wire.body import to_bytes
 from rollmill.gateway.workers import log_directories
-from rollmill.trajectories.rows import consent_of
+from rollmill.trajectories.table_rows import consent_of
 from rollmill.types import Trajectory
 
 LIVE = "live-"  # the ids of production sessions that no one opened: requests began them

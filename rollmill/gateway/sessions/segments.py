@@ -19,7 +19,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from rollmill.chat.format import Message, Tool
-from rollmill.trajectories.kept import join_kept
+from rollmill.trajectories.allowed_tokens import join_kept
 from rollmill.types import Cause, FinishReason, PolicyRef, Segment, Span
 
 _CARRIED_S = 5.0  # after which an answer has left the worker that it went through

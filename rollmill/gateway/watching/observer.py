@@ -17,10 +17,10 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rollmill.gateway.body import to_bytes
-from rollmill.gateway.watching.account import Account, open_account
+from rollmill.gateway.access.account import Account, open_account
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.watching.tracing import Tracer
+from rollmill.gateway.wire.body import to_bytes
 
 ACCESS_LOG = "access.jsonl"
 _POLLED = ("/health", "/metrics")  # asked all the time, by programs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.fp8 import CODES
+from rollmill.models.kernels.quantised.fp8 import CODES
 
 LARGEST = 448.0  # of e4m3
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from rollmill.inference.embedded import paged_triton
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan, heads_together, kept
-from rollmill.models.kernels.narrow_triton import begin, starts_early
-from rollmill.models.kernels.ordered_attention_triton import LOG2_E, shape_of, weigh
-from rollmill.models.kernels.rotate_triton import turned
+from rollmill.models.kernels.attention.ordered_triton import LOG2_E, shape_of, weigh
+from rollmill.models.kernels.attention.rotate_triton import turned
+from rollmill.models.kernels.small_batch_triton import begin, starts_early
 
 FEW = {"KEYS": 128, "num_warps": 4, "num_stages": 2}
 MANY = {"KEYS": 32, "num_warps": 1, "num_stages": 5}  # measured on an H200

@@ -34,7 +34,7 @@ from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
 from rollmill.inference.embedded.bursts import Bursts
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.drafts import count_right
-from rollmill.inference.embedded.garbage import collect_as_usual, collect_rarely
+from rollmill.inference.embedded.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import BurstRunner, make_runner
@@ -44,7 +44,7 @@ from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, Ge
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import decoder_on
 from rollmill.types import FinishReason, PolicyRef, same_line
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 T = TypeVar("T")
 _Row = tuple[int, float, bytes, list[tuple[int, float]]]  # a token, its log-prob, what was kept, the most likely ones

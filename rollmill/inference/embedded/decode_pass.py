@@ -15,10 +15,10 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.decode_attention_triton import attend_one, attend_one_exactly
 from rollmill.inference.embedded.paged_triton import Plan
 from rollmill.models.decoder import Decoder, DecoderOutput, Layer
+from rollmill.models.kernels.attention.rotate_triton import rotate_heads
 from rollmill.models.kernels.forms import add_product_, product
 from rollmill.models.kernels.fused_triton import norm_forward
-from rollmill.models.kernels.narrow_triton import ROWS, multiply
-from rollmill.models.kernels.rotate_triton import rotate_heads
+from rollmill.models.kernels.small_batch_triton import ROWS, multiply
 from rollmill.models.kernels.swiglu_triton import swiglu_product
 from rollmill.models.moe import MLP, Routing
 

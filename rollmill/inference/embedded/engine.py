@@ -29,7 +29,7 @@ from rollmill.inference.engine import (
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, is_full
 from rollmill.types import PolicyRef
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 T = TypeVar("T")
 GATHERED = 64  # requests that reach the decode loop together at most: checking as many takes milliseconds

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import Auditor, HostFacts, check_layout, device_digest, is_quantised, load_host
+from rollmill.models.host_tensors import Auditor, HostFacts, check_layout, device_digest, is_quantised, load_host
 from rollmill.models.quantize import dequantise, placed_parts, served_type
-from rollmill.models.updates.audit import audit, audit_many
-from rollmill.models.updates.prepare import Prepared, prepare
+from rollmill.models.updates.device_audit import audit, audit_many
+from rollmill.models.updates.patch_preparation import Prepared, prepare
 from rollmill.types import PolicyRef
 from rollmill.weights.format.manifest import TensorEntry, describe, root_digest
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 
 class Loader(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.models.exact_attention import values_in_keys
-from rollmill.models.kernels.ordered_attention_triton import attend_pages, shape_of
+from rollmill.models.kernels.attention.ordered_triton import attend_pages, shape_of
 
 ROWS = 64  # query rows in a tile of several positions
 _FEWEST_ROWS = 16  # that tensor cores need

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rollmill.inference.embedded.grammar import GrammarState, apply_masks
-from rollmill.models.kernels.head import log_softmax
+from rollmill.models.kernels.heads.head import log_softmax
 from rollmill.models.shaping import change_logits, change_of, pack_bits
 from rollmill.models.triton import has_triton
-from rollmill.trajectories.kept import encode_kept
+from rollmill.trajectories.allowed_tokens import encode_kept
 from rollmill.types import Sampling
 
 # the largest vocabulary that is searched at once, and the chunks of a larger one, in tokens
@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
-    kept: list[bytes]  # the tokens that could be drawn, see trajectories/kept.py; b"" if all could
+    kept: list[bytes]  # the tokens that could be drawn, see trajectories/allowed_tokens.py; b"" if all could
 
 
 def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:

@@ -32,12 +32,12 @@ from rollmill.inference.engine import (
     GenerateRequest,
     check_request,
 )
-from rollmill.inference.vllm.client import Client
 from rollmill.inference.vllm.generation import Generation
 from rollmill.inference.vllm.handover import Handover
+from rollmill.inference.vllm.vllm_client import Client
 from rollmill.models.config import ModelConfig
 from rollmill.types import FinishReason, PolicyRef, same_line
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 
 class VllmEngine:

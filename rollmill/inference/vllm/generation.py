@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
-from rollmill.trajectories.kept import encode_kept
+from rollmill.trajectories.allowed_tokens import encode_kept
 from rollmill.types import FinishReason, PolicyRef, Sampling
 
 MOST_LOGPROBS = 20  # the server tells the log-probs of at most this many tokens beside the sampled one
@@ -151,7 +151,8 @@ class Generation:
 
 
 def kept_tokens(sampling: Sampling, sampled: Sampled, vocab_size: int) -> bytes:
-    """The set of tokens that could be drawn (trajectories/kept.py); b"" if the server does not tell all of them."""
+    """The set of tokens that could be drawn (trajectories/allowed_tokens.py); b"" if the server does not tell all of
+    them."""
     if not 0 < sampling.top_k <= MOST_LOGPROBS:
         return b""
     likely = dict(sampled.best) | {sampled.token: sampled.logprob}

@@ -16,7 +16,7 @@ from rollmill.types import PolicyRef
 from rollmill.weights.files.safetensors import host_entries, write_entries
 from rollmill.weights.format.manifest import Layout, describe, layout_of, root_digest
 from rollmill.weights.format.tensors import Tensors
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 
 FORM = "bf16"  # the only form that is served: vLLM's own quantised layouts are not ours
 NAME = "weights.safetensors"

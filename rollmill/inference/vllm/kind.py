@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from rollmill.errors import ConfigError
 from rollmill.inference.engine import EngineContext
-from rollmill.inference.vllm.client import Client
 from rollmill.inference.vllm.engine import VllmEngine
 from rollmill.inference.vllm.handover import FORM
-from rollmill.inference.vllm.process import Process, VllmSettings
+from rollmill.inference.vllm.vllm_client import Client
+from rollmill.inference.vllm.vllm_process import Process, VllmSettings
 
 if TYPE_CHECKING:
     from rollmill.models.device import Device

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter
 
 from rollmill.errors import WeightsError
 from rollmill.strict import FreeJson, parse_json
+from rollmill.weights.files.checkpoint_directory import read_weights
 from rollmill.weights.files.companions import LARGEST_BYTES
-from rollmill.weights.files.directory import read_weights
 from rollmill.weights.files.safetensors import Stored
 
 CONFIG = "config.json"

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from rollmill.models.kernels import exact as exact_products
-from rollmill.models.kernels import fp8, nvfp4
 from rollmill.models.kernels.call import call
+from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.models.quantize import is_quantised
 
 # Rows for which BLAS on Arm is faster with the weight as its left side, because it copies the right side into another

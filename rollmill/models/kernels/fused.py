@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rollmill.models.kernels import elementwise, fp8
+from rollmill.models.kernels import elementwise
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.exact import fp32_product
 from rollmill.models.kernels.forms import OutputGradient, add_product_, linear, multiplies_codes, product
+from rollmill.models.kernels.quantised import fp8
 from rollmill.models.triton import has_triton
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, FP32 [N, 1, D/2]
@@ -229,7 +230,7 @@ class _AddMLP(Function):
 def _swiglu(gate_up: Tensor, down: Tensor, form: str, exact: bool) -> Tensor | fp8.Codes:
     """SwiGLU's output, as codes if the product with `down` takes codes."""
     if _takes_codes(gate_up, down, form, exact):
-        from rollmill.models.kernels.fp8_grouped_triton import swiglu_codes
+        from rollmill.models.kernels.quantised.fp8_grouped_triton import swiglu_codes
 
         codes, scales = swiglu_codes(gate_up)
         return fp8.Codes(codes, scales.t())
@@ -266,7 +267,7 @@ class _RotateHeads(Function):
     def forward(
         ctx: Any, qkv: Tensor, angles: Angles, heads: tuple[int, int, int], q_norm: Any, k_norm: Any, eps: float
     ) -> tuple[Tensor, ...]:
-        from rollmill.models.kernels.rotate_triton import rotate_heads
+        from rollmill.models.kernels.attention.rotate_triton import rotate_heads
 
         norms = None if q_norm is None else (q_norm, k_norm)
         rotated = rotate_heads(qkv, *angles, heads, norms, eps)
@@ -277,7 +278,7 @@ class _RotateHeads(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from rollmill.models.kernels.rotate_triton import unrotate_heads
+        from rollmill.models.kernels.attention.rotate_triton import unrotate_heads
 
         cos, sin, *rest = ctx.saved_tensors
         qkv, norms = (rest[0], (rest[1], rest[2])) if rest else (None, None)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollmill.models.kernels.fp8_triton import scale_of
+from rollmill.models.kernels.quantised.fp8_triton import scale_of
 
 # Each program keeps a partial sum over its rows. An H200 has room for 4 of them, by their registers, on each of its 132
 # multiprocessors. A few more would run alone after the others.

@@ -104,8 +104,8 @@ def _products(
     Torch's grouped product does not split sums, so the bits of a row do not depend on the other rows. With FP8 codes
     they would depend on how many rows there are.
     """
-    from rollmill.models.kernels import fp8_grouped_triton
     from rollmill.models.kernels.fused_triton import spread, swiglu_forward
+    from rollmill.models.kernels.quantised import fp8_grouped_triton
 
     if form == "fp8" and not exact and fp8_grouped_triton.multiplies(x_NW, rows.place_Nk, gate_up_EWF, down_EfW):
         return fp8_grouped_triton.through_experts(x_NW, rows.place_Nk, rows.ends_E, gate_up_EWF, down_EfW)

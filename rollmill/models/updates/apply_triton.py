@@ -20,7 +20,7 @@ _SCATTER = 2048  # changes per program
 _AUDIT_TILE, _AUDIT_BLOCK = 1 << 15, 1 << 8  # elements per program, and words at once
 _WORD = 8  # bytes
 _DTYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
-GOLDEN = 0x9E3779B97F4A7C15  # see rollmill.weights.format.audit
+GOLDEN = 0x9E3779B97F4A7C15  # see rollmill.weights.format.chunk_audit
 _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST_FACTOR, _SECOND_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 

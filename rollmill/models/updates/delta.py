@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.triton import has_triton
-from rollmill.models.updates.audit import audit, audit_change
 from rollmill.models.updates.bits import bits_of, ordered, packed_bits
-from rollmill.models.updates.prepare import Prepared, apply_changes, prepare
+from rollmill.models.updates.device_audit import audit, audit_change
+from rollmill.models.updates.patch_preparation import Prepared, apply_changes, prepare
 
 if TYPE_CHECKING:
     from rollmill.models.updates.delta_batch import Batch, DeviceStreams
@@ -178,8 +178,8 @@ def _cut(batch: DeviceStreams, place: int) -> SparseStreams | None:
 
 
 def _encoded(streams: list[np.ndarray] | None, changed: int) -> Encoded | None:
+    from rollmill.weights.format.byte_streams import pack_streams
     from rollmill.weights.format.codings import Encoded
-    from rollmill.weights.format.streams import pack_streams
 
     if streams is None:
         return None

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from rollmill.training.config import MidtrainConfig
-from rollmill.training.mixture import open_mixture
-from rollmill.training.source import SourceSection
+from rollmill.training.pretraining.mixture import open_mixture
+from rollmill.training.pretraining.source import SourceSection
 from rollmill.training.stage import StageContext
 
 if TYPE_CHECKING:
-    from rollmill.training.objectives.midtrain import MidtrainObjective
+    from rollmill.training.pretraining.document_objective import MidtrainObjective
 
 
 class MidtrainSettings(MidtrainConfig):
@@ -24,7 +24,7 @@ class Midtrain:
         self._config = config
 
     def objective(self, context: StageContext) -> MidtrainObjective:
-        from rollmill.training.objectives.midtrain import MidtrainObjective  # torch
+        from rollmill.training.pretraining.document_objective import MidtrainObjective  # torch
 
         return MidtrainObjective(
             self._config,

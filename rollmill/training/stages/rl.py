@@ -10,7 +10,7 @@ from rollmill.training.config import RLConfig
 from rollmill.training.stage import RolloutSettings, StageContext
 
 if TYPE_CHECKING:
-    from rollmill.training.objectives.rl import RLObjective
+    from rollmill.training.rl.rl_objective import RLObjective
 
 
 class RLSettings(RolloutSettings, RLConfig):
@@ -27,7 +27,7 @@ class Reinforce:
         self._config = config
 
     def objective(self, context: StageContext) -> RLObjective:
-        from rollmill.training.objectives.rl import RLObjective  # torch
+        from rollmill.training.rl.rl_objective import RLObjective  # torch
 
         config = self._config
         return RLObjective(

@@ -19,9 +19,9 @@ from rollmill.errors import ObjectExists, ObjectMissing, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.strict import StrictModel
 from rollmill.types import Version
-from rollmill.weights.format.keys import valid_name
 from rollmill.weights.format.manifest import Count, Digest, Manifest, Name, digest_bytes, seal, unseal
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.format.object_keys import valid_name
+from rollmill.weights.reading.weight_store import WeightStore
 
 # An export writes files with these names into a directory, so no other names are accepted from a store.
 COMPANIONS = (

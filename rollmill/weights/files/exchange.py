@@ -18,9 +18,7 @@ from pydantic import ConfigDict
 from rollmill.errors import WeightsError
 from rollmill.strict import StrictModel, parse_json
 from rollmill.types import PolicyRef, Version
-from rollmill.weights.files.companions import keep_companions
-from rollmill.weights.files.convert import convert, dtype_in
-from rollmill.weights.files.directory import (
+from rollmill.weights.files.checkpoint_directory import (
     SHARD_BYTES,
     encode_json,
     read_bytes,
@@ -28,6 +26,8 @@ from rollmill.weights.files.directory import (
     scratch,
     write_directory,
 )
+from rollmill.weights.files.companions import keep_companions
+from rollmill.weights.files.huggingface_tensors import convert, dtype_in
 from rollmill.weights.files.safetensors import SERVED, Advance, host_entries
 from rollmill.weights.format.manifest import (
     Count,
@@ -41,9 +41,9 @@ from rollmill.weights.format.manifest import (
     root_digest,
 )
 from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.encoder import Encoder, Row, entries_of, rows_of
-from rollmill.weights.writing.writer import Writer
+from rollmill.weights.writing.line_writer import Writer
 
 ABOUT = "rollmill.json"
 

@@ -23,9 +23,9 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from rollmill.errors import WeightsError
+from rollmill.weights.format.byte_streams import Streams, pack_streams
 from rollmill.weights.format.kernels import kernels_for, plain
 from rollmill.weights.format.kernels.plain import SKIP, UNSIGNED
-from rollmill.weights.format.streams import Streams, pack_streams
 
 Coding = Literal["raw", "dense", "sparse", "classed", "overwrite"]
 CODINGS: tuple[Coding, ...] = get_args(Coding)

@@ -16,9 +16,9 @@ from rollmill.errors import ObjectExists, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Version
-from rollmill.weights.format.keys import valid_name
 from rollmill.weights.format.manifest import Count, Name
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.format.object_keys import valid_name
+from rollmill.weights.reading.weight_store import WeightStore
 
 _ENTRY = re.compile(r"(\d{10})\.json")
 _LOOKED_AT = 64  # newest entries that are read to find the version to roll back to

@@ -22,7 +22,7 @@ from rollmill.types import Version
 from rollmill.weights.format.codings import decode_chunk
 from rollmill.weights.format.manifest import Chunk, Manifest, Pack, Payload, TensorEntry, chunk_digest, layout_of
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.plan import Leg, LegFailed, LegId, Source, plan_legs
+from rollmill.weights.reading.read_plan import Leg, LegFailed, LegId, Source, plan_legs
 
 IN_FLIGHT_BYTES = 128 << 20  # of packs in memory
 BATCH_BYTES = 256 << 20  # of chunks in memory for `read_rows`; one group may need more

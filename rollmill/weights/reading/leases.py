@@ -20,8 +20,8 @@ from rollmill.errors import ObjectMissing, StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.strict import FreeJson, StrictModel, parse_json
 from rollmill.types import Version
-from rollmill.weights.format.keys import form_folder, valid_name
 from rollmill.weights.format.manifest import Count
+from rollmill.weights.format.object_keys import form_folder, valid_name
 
 LONGEST_SECONDS = 86_400.0  # a lease that was not renewed for a day has ended
 _ROUNDING_SECONDS = 1.0  # stores tell the time in whole seconds

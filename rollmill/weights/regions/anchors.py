@@ -12,10 +12,10 @@ import time
 from rollmill.errors import ObjectExists, WeightsError
 from rollmill.storage.parallel import sizes_of
 from rollmill.types import Version
-from rollmill.weights.format.keys import anchor_key, pack_key, valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, layout_of
-from rollmill.weights.reading.image import Image, restore
-from rollmill.weights.reading.store import HeadWatch, WeightStore
+from rollmill.weights.format.object_keys import anchor_key, pack_key, valid_name
+from rollmill.weights.reading.host_weights import Image, restore
+from rollmill.weights.reading.weight_store import HeadWatch, WeightStore
 from rollmill.weights.writing.encoder import Encoder, rows_of
 
 

@@ -22,13 +22,13 @@ from rollmill.backoff import Backoff
 from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.format.keys import valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack
-from rollmill.weights.reading.follower import Copied
-from rollmill.weights.reading.plan import LegFailed
-from rollmill.weights.reading.store import WeightStore, newest_line
+from rollmill.weights.format.object_keys import valid_name
+from rollmill.weights.reading.line_follower import Copied
+from rollmill.weights.reading.read_plan import LegFailed
+from rollmill.weights.reading.weight_store import WeightStore, newest_line
 from rollmill.weights.regions.anchors import AnchorBuilder
-from rollmill.weights.regions.collect import collect, collect_companions
+from rollmill.weights.regions.collection import collect, collect_companions
 from rollmill.weights.regions.mirror import Mirror, is_of_delta
 
 _RETRY_SECONDS = 0.5, 30.0  # the first pause after a failure, and the longest

@@ -24,12 +24,12 @@ from rollmill.storage.objects import Objects
 from rollmill.storage.parallel import THREADS, Uploads, read_ranges
 from rollmill.types import Version
 from rollmill.weights.files.companions import copy_companions
-from rollmill.weights.format.keys import anchor_key, manifest_key, pack_key
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_bytes, parse_manifest
+from rollmill.weights.format.object_keys import anchor_key, manifest_key, pack_key
 from rollmill.weights.reading.channels import Channels, entry_key, parse_entry
-from rollmill.weights.reading.follower import Ahead, Copied
-from rollmill.weights.reading.plan import Leg, LegFailed, LegId, plan_legs
-from rollmill.weights.reading.store import HeadWatch, WeightStore
+from rollmill.weights.reading.line_follower import Ahead, Copied
+from rollmill.weights.reading.read_plan import Leg, LegFailed, LegId, plan_legs
+from rollmill.weights.reading.weight_store import HeadWatch, WeightStore
 
 _FIRST_LOOK, _LONGEST_LOOK = 2, 16  # manifests requested at a time
 _LISTING_SECONDS = 30.0  # how often the source is listed, to find versions after a missing number

@@ -22,7 +22,6 @@ import numpy as np
 from rollmill.errors import WeightsError
 from rollmill.storage.parallel import Uploads
 from rollmill.weights.format.codings import Coding, Encoded, Goal, encode_difference, encode_full
-from rollmill.weights.format.keys import pack_prefix
 from rollmill.weights.format.manifest import (
     Base,
     Encoding,
@@ -33,8 +32,9 @@ from rollmill.weights.format.manifest import (
     chunk_digest,
     digest_bytes,
 )
+from rollmill.weights.format.object_keys import pack_prefix
 from rollmill.weights.format.tensors import WIDTHS, chunk_ranges
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 # A pack is closed before it grows past a quarter of the packs before it, within these bounds, unless it is a single
 # payload: a delta travels in several packs, so that the first are checked and written while the last are under way.

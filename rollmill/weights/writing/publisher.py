@@ -3,7 +3,7 @@
 Order of a publish: write the packs (named by their digest), check that no other process took over the line, create the
 manifest. Only then does the base become the new version. A publisher that dies at any point leaves either the whole
 version or objects that nobody reads; publishing the same number again with the same weights completes or confirms it.
-writer.py says what happens to two publishers of one line; sharded.py is for a trainer with many ranks.
+line_writer.py says what happens to two publishers of one line; sharded.py is for a trainer with many ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rollmill.types import Version
 from rollmill.weights.format.codings import Goal
 from rollmill.weights.format.manifest import Base, Manifest, describe, layout_of, root_digest
 from rollmill.weights.format.tensors import HostTensor, Tensors
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.encoder import Before, BytesOf, Encoder, Made, Row, entries_of, rows_of
-from rollmill.weights.writing.writer import Writer
+from rollmill.weights.writing.line_writer import Writer
 
 
 class Publisher:

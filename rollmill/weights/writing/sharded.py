@@ -24,7 +24,6 @@ from rollmill.errors import ObjectExists, WeightsError
 from rollmill.strict import StrictModel
 from rollmill.types import Version
 from rollmill.weights.format.codings import Goal
-from rollmill.weights.format.keys import form_folder, manifest_key
 from rollmill.weights.format.manifest import (
     Base,
     ChunkDigest,
@@ -39,11 +38,12 @@ from rollmill.weights.format.manifest import (
     seal,
     unseal,
 )
+from rollmill.weights.format.object_keys import form_folder, manifest_key
 from rollmill.weights.reading.chunks import read_chunks
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.encoder import Before, Encoder, Row, entries_of, rows_of
+from rollmill.weights.writing.line_writer import Writer
 from rollmill.weights.writing.publisher import checked_snapshot_every
-from rollmill.weights.writing.writer import Writer
 
 ChunkKey = tuple[str, int]  # name of a tensor, and which of its chunks
 Chunks = Mapping[ChunkKey, "bytes | memoryview | np.ndarray"]

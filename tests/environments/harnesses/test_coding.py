@@ -13,10 +13,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.types import Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,10 +13,10 @@ from aiohttp.test_utils import unused_port
 
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.command import CommandConfig, CommandHarness
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError, TaskError
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.types import Sampling
 from tests.environments.harnesses.test_coding import ScriptedModel
 

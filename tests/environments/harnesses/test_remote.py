@@ -15,9 +15,9 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.remote import RemoteConfig, RemoteHarness
-from rollmill.environments.machines.namespace.client import NamespaceMachine
 from rollmill.environments.task import Task
 from rollmill.errors import ConfigError, HarnessError
+from rollmill.machines.namespace.client import NamespaceMachine
 from rollmill.types import Sampling
 from tests.environments.harnesses.test_coding import ScriptedModel
 

@@ -11,9 +11,9 @@ import pytest_asyncio
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
 from rollmill.environments.harnesses.shell import ShellConfig, ShellHarness
-from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.environments.task import Task
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.types import Sampling
 from tests.environments.harnesses.test_coding import ScriptedModel, call
 

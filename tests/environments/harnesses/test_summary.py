@@ -14,8 +14,8 @@ from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
 from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
 from rollmill.environments.harnesses.shell import ShellConfig, ShellHarness
 from rollmill.environments.harnesses.summary import SummaryConfig, derived_threshold, resumed
-from rollmill.environments.machines.namespace.client import NamespaceMachine
 from rollmill.environments.task import Task
+from rollmill.machines.namespace.client import NamespaceMachine
 from rollmill.types import Sampling
 from tests.environments.harnesses.test_coding import ScriptedModel, call
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.rewards.pytest_suite import Suite, SuiteConfig
 from rollmill.environments.rewards.script import Script
-from rollmill.environments.rewards.suite import Suite, SuiteConfig
 from rollmill.environments.task import Task, WholeDiff
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.types import Reward
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,11 +14,11 @@ from aiohttp.test_utils import TestServer, unused_port
 from pydantic import ValidationError
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.judge import Judge, JudgeConfig
 from rollmill.environments.rewards.judge_bias import measure_bias
 from rollmill.environments.task import Task
 from rollmill.errors import ConfigError, RewardError, RewardUnavailable
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.types import Reward
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import TaskError
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.types import Reward
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,10 +11,10 @@ import pytest
 
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.behaviour import Behaviour, BehaviourConfig
 from rollmill.environments.rewards.length import Length, LengthConfig, concave
 from rollmill.environments.task import Task
+from rollmill.machines.namespace.client import NamespaceHost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

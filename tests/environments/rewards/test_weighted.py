@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, RewardError
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.types import Reward
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.script import Script
 from rollmill.environments.task import WholeDiff
 from rollmill.environments.tasks.harbor import HarborConfig, HarborTasks
-from rollmill.environments.tasks.splits import TaskFileConfig
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.check_task import check_task
 
 IMAGES = {"python:3.12-slim": "host-python"}

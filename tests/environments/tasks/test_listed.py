@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from rollmill.cluster.preflight import check_tasks
-from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.environments.tasks import lines
-from rollmill.environments.tasks.directory import DirectoryTasks
 from rollmill.environments.tasks.jsonl import JsonlTasks
 from rollmill.environments.tasks.listed import ListedTasks
-from rollmill.environments.tasks.splits import TaskFileConfig
+from rollmill.environments.tasks.task_directory import DirectoryTasks
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import ConfigError, TaskError
 from rollmill.kinds import build
+from rollmill.runs.preflight import check_tasks
+from rollmill.runs.run import RunConfig, RunDirectory
 
 GRADING = {"kind": "calls", "module": "main.py", "function": "f", "cases": [[[1], 2]]}
 

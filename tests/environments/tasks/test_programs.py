@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.humaneval import HumanEvalTasks
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.mbpp import MbppTasks
-from rollmill.environments.tasks.splits import TaskFileConfig
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
+from rollmill.machines.namespace.client import NamespaceHost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

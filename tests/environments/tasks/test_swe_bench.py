@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.rewards.suite import Suite
+from rollmill.environments.rewards.pytest_suite import Suite
 from rollmill.environments.tasks.swe_bench import SweBenchConfig, SweBenchTasks
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.check_task import check_task
 
 CALC = "def add(a, b):\n    return a - b\n\n\ndef neg(a):\n    return -a\n"

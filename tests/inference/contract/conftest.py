@@ -17,9 +17,9 @@ import pytest
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import Engine
-from rollmill.inference.vllm.client import Client
 from rollmill.inference.vllm.engine import VllmEngine
-from rollmill.inference.vllm.process import Process, VllmSettings
+from rollmill.inference.vllm.vllm_client import Client
+from rollmill.inference.vllm.vllm_process import Process, VllmSettings
 from rollmill.models.config import ModelConfig
 
 DENSE = ModelConfig(

@@ -17,9 +17,9 @@ import torch
 from rollmill.errors import EngineError, WeightsError
 from rollmill.inference.engine import Engine, EngineBusy, EngineUnavailable, GenerateRequest
 from rollmill.models.decoder import Decoder
-from rollmill.trajectories.kept import decode_kept
+from rollmill.trajectories.allowed_tokens import decode_kept
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.follower import Update
+from rollmill.weights.reading.line_follower import Update
 from tests.inference.contract.conftest import DENSE, MIXTURE, Open
 from tests.inference.test_switch import changed
 from tests.inference.world import (

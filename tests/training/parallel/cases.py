@@ -12,21 +12,21 @@ from torch import Tensor
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import compute_dtype
-from rollmill.models.host import to_host
+from rollmill.models.host_tensors import to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
-from rollmill.training.checkpoint import Checkpoint, Checkpoints
 from rollmill.training.config import OptimizerConfig, TrainingConfig
-from rollmill.training.next_token import NextTokenPasses
-from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.numerics.next_token import NextTokenPasses
+from rollmill.training.numerics.router_replay import replay_of
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.sharded import ShardedPlacement
+from rollmill.training.parallel.sharded_ranks import ShardedPlacement
 from rollmill.training.parallel.world import World
-from rollmill.training.placement import ModelPublisher, Placement
-from rollmill.training.replay import replay_of
-from rollmill.training.whole import WHOLE
+from rollmill.training.ranks import ModelPublisher, Placement
+from rollmill.training.single import WHOLE
+from rollmill.training.training_checkpoint import Checkpoint, Checkpoints
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {

@@ -13,16 +13,16 @@ import torch
 from rollmill import telemetry
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import to_host
+from rollmill.models.host_tensors import to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.config import RLConfig, TrainingConfig
-from rollmill.training.mismatch import UNAVAILABLE, MismatchMeter, Probe, Sample, ServedWeights
-from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.numerics.logprob_check import UNAVAILABLE, MismatchMeter, Probe, Sample, ServedWeights
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.parallel.world import World
-from rollmill.training.placement import Placement
-from rollmill.training.whole import WHOLE
+from rollmill.training.ranks import Placement
+from rollmill.training.single import WHOLE
 from rollmill.types import PolicyRef, Version
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 from tests.processes import SERVER
 from tests.training.parallel.cases import ADAMW, MODELS, Shape, make_model, make_sequences, make_sharded

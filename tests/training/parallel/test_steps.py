@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from rollmill.models.host import load_host, to_host
+from rollmill.models.host_tensors import load_host, to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
-from rollmill.training.forms import publisher_of
-from rollmill.training.objectives.midtrain import MidtrainObjective
+from rollmill.training.form_publisher import publisher_of
 from rollmill.training.parallel.world import World
+from rollmill.training.pretraining.document_objective import MidtrainObjective
 from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.parallel.cases import ADAMW, MUON, Run, Shape, make_model, make_placed
 from tests.training.parallel.ranks import run_ranks

@@ -8,7 +8,7 @@ import pytest
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.training.source import SourceContext
+from rollmill.training.pretraining.source import SourceContext
 
 CODE = [f"def f{i % 7}(a, b):\n    return a + {i}\n\nassert f{i % 7}({i}, 2) == {i + 2}\n" for i in range(100)]
 HERMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

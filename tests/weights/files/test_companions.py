@@ -20,9 +20,9 @@ from rollmill.weights.files.companions import (
     keep_companions,
     kept_companions,
 )
-from rollmill.weights.format.keys import manifest_key
 from rollmill.weights.format.manifest import digest_bytes, seal
-from rollmill.weights.regions.collect import ABANDONED_SECONDS, collect, collect_companions
+from rollmill.weights.format.object_keys import manifest_key
+from rollmill.weights.regions.collection import ABANDONED_SECONDS, collect, collect_companions
 from rollmill.weights.regions.keeper import RegionKeeper
 from tests.storage.serving import new_bucket, s3_options, s3_server, served
 from tests.weights.build import history, publish_line, same

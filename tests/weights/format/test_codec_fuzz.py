@@ -25,10 +25,10 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import WeightStore
 from rollmill.weights.format import kernels
+from rollmill.weights.format.byte_streams import Streams, pack_streams
 from rollmill.weights.format.codings import CODINGS, Coding, decode_chunk, encode_as
 from rollmill.weights.format.kernels import plain
 from rollmill.weights.format.manifest import chunk_digest
-from rollmill.weights.format.streams import Streams, pack_streams
 from tests.weights.build import delta_pack, publish_line, same
 
 ELEMENTS = 3001

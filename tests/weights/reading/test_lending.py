@@ -16,7 +16,7 @@ from rollmill.weights import Follower, Publisher, Update, WeightStore
 from rollmill.weights.reading.leases import Leases
 from tests.storage.serving import served
 from tests.weights.build import history, make_tensors, same, train_step
-from tests.weights.reading.test_follower import apply_patches, copy_of, poll
+from tests.weights.reading.test_line_follower import apply_patches, copy_of, poll
 
 
 def lines(path: Path, number: int = 3) -> tuple[list, list, Publisher]:

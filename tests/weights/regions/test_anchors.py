@@ -10,7 +10,7 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Mirror, Publisher, WeightStore
-from rollmill.weights.format.keys import anchor_key
+from rollmill.weights.format.object_keys import anchor_key
 from rollmill.weights.regions.anchors import AnchorBuilder
 from tests.weights.build import delta_pack, history, publish_line, same
 from tests.weights.worker import killed_at

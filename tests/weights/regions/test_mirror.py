@@ -8,8 +8,8 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Mirror, Publisher, WeightStore
-from rollmill.weights.format.keys import pack_key
-from rollmill.weights.reading import follower as follower_module
+from rollmill.weights.format.object_keys import pack_key
+from rollmill.weights.reading import line_follower as follower_module
 from rollmill.weights.regions import mirror as transfer_module
 from rollmill.weights.regions.anchors import AnchorBuilder
 from rollmill.weights.writing import encoder as packs_module

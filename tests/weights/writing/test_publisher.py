@@ -12,7 +12,7 @@ from rollmill.types import Version
 from rollmill.weights import Follower, HostTensor, Publisher, WeightStore
 from rollmill.weights.format.codings import Goal
 from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.reading.store import newest_line
+from rollmill.weights.reading.weight_store import newest_line
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
 
 

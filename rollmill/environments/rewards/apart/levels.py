@@ -21,12 +21,12 @@ from functools import partial
 from typing import Any, Literal
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import Machine
 from rollmill.environments.rewards.apart.session import Open, Order, Told, run_apart, run_together
 from rollmill.environments.rewards.clean import check_image, clean_machine, evidence_of
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine, write_over
 from rollmill.errors import MachineError, TaskError
+from rollmill.machines.machine import Machine
 
 Isolation = Literal["auto", "apart", "process"]
 _SOLVE_S = 300.0

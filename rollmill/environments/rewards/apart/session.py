@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollmill.environments.machine import WORK, ExecResult, Machine
 from rollmill.errors import MachineError
+from rollmill.machines.machine import WORK, ExecResult, Machine
 
 START_S = 20.0
 _CHUNK = 1 << 16

@@ -1,9 +1,0 @@
-"""Machines for Harbor: its tasks and agents run in ours.
-
-    environment.py   Harbor's BaseEnvironment, made of a machine. Only this needs the package `harbor`
-    shell.py         commands and files of a machine as Harbor wants them
-
-Harbor finds it by import path, in its job file or with `--environment-import-path`:
-
-    rollmill.environments.machines.harbor.environment:RollmillEnvironment
-"""

@@ -1,0 +1,91 @@
+"""The sections of a run that describe its environment, with the kinds that are built in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from rollmill.config import Config
+from rollmill.environments.harness import Harness
+from rollmill.environments.reward import Grader
+from rollmill.environments.sampler import Sampler
+from rollmill.environments.task import TaskSet
+from rollmill.kinds import KindSection, Slot, search_also
+
+
+class TasksSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "tasks",
+        TaskSet,
+        {
+            "jsonl": "rollmill.environments.tasks.jsonl:JsonlTasks",
+            "directory": "rollmill.environments.tasks.task_directory:DirectoryTasks",
+            "mbpp": "rollmill.environments.tasks.mbpp:MbppTasks",
+            "humaneval": "rollmill.environments.tasks.humaneval:HumanEvalTasks",
+            "harbor": "rollmill.environments.tasks.harbor:HarborTasks",
+            "swe_bench": "rollmill.environments.tasks.swe_bench:SweBenchTasks",
+        },
+        "rollmill.tasks",
+    )
+
+
+class HarnessSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "harness",
+        Harness,
+        {
+            "coding": "rollmill.environments.harnesses.coding:CodingHarness",
+            "shell": "rollmill.environments.harnesses.shell:ShellHarness",
+            "chat": "rollmill.environments.harnesses.chat:ChatHarness",
+            "command": "rollmill.environments.harnesses.command:CommandHarness",
+            "remote": "rollmill.environments.harnesses.remote:RemoteHarness",
+        },
+        "rollmill.harnesses",
+        default="coding",
+    )
+
+
+class RewardSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "rewards",
+        Grader,
+        {
+            "calls": "rollmill.environments.rewards.calls:HiddenTests",
+            "script": "rollmill.environments.rewards.script:Script",
+            "pytest": "rollmill.environments.rewards.pytest_suite:Suite",
+            "length": "rollmill.environments.rewards.length:Length",
+            "behaviour": "rollmill.environments.rewards.behaviour:Behaviour",
+            "judge": "rollmill.environments.rewards.judge:Judge",
+        },
+        "rollmill.rewards",
+    )
+
+    weight: float = Field(1.0, description="What the value of this reward is multiplied with before all are added up.")
+
+
+class RewardsFile(Config):
+    """A file with nothing but [[rewards]], for grading again."""
+
+    rewards: tuple[RewardSection, ...] = Field(min_length=1, description="As in a run.")
+    modules: str | None = Field(None, description="Directory with modules of your own. Not set: the file's directory.")
+
+    @classmethod
+    def derive(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(tree.get("modules"), str):
+            search_also(Path(tree["modules"]))
+        return tree
+
+
+class SamplerSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "sampler",
+        Sampler,
+        {
+            "uniform": "rollmill.environments.samplers.uniform:Uniform",
+            "frontier": "rollmill.environments.samplers.frontier:Frontier",
+        },
+        "rollmill.samplers",
+        default="uniform",
+    )

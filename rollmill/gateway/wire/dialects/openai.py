@@ -1,0 +1,73 @@
+"""What OpenAI's wire formats share: errors, usage, log-probs, the end of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollmill.errors import GatewayError
+from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.wire.dialect import Identity, ModelRequest, Reply, TokenLogprob, error_text
+from rollmill.gateway.wire.dialects import fields
+from rollmill.inference.engine_wire import MOST_TOP_LOGPROBS
+
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERROR_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
+DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": heartbeat\n\n"  # a comment of server-sent events
+
+
+def error_body(error: GatewayError) -> dict[str, Any]:
+    status = error.status
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = error.code or _ERROR_CODES.get(status)
+    return {"error": {"message": error_text(error), "type": kind, "param": None, "code": code}}
+
+
+def head(id: str, kind: str, request: ModelRequest, identity: Identity) -> dict[str, Any]:
+    """The first fields of a chat completion or a completion, whole or in pieces."""
+    return {"id": id, "object": kind, "created": identity.created, "model": request.model or "rollmill"}
+
+
+def usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.sampled_tokens,
+        "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }
+
+
+def finish_reason(answer: Answer) -> str:
+    if answer.finish != "stop":
+        return "length"
+    return "tool_calls" if answer.message.get("tool_calls") else "stop"
+
+
+def token_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """The log-prob of each sampled token, in the form of chat completions and responses.
+
+    A token that is a part of a character has no text of its own, so its bytes are not told.
+    """
+    return [
+        {**_one(each.text, each.logprob), "top_logprobs": [_one(text, logprob) for text, logprob in each.best]}
+        for each in logprobs
+    ]
+
+
+def read_top_logprobs(tree: Mapping[str, Any], logprobs: bool) -> int:
+    """How many of the most likely tokens a request asks for."""
+    count = fields.integer(tree, "top_logprobs", 0, MOST_TOP_LOGPROBS) or 0
+    if count and not logprobs:
+        raise GatewayError(f"top_logprobs = {count} needs log-probs", hint="ask for logprobs too")
+    return count
+
+
+def _one(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

@@ -1,0 +1,162 @@
+"""Plays one stage of the run: the evaluation before it, its groups of rollouts, the evaluation after it.
+
+Of several dispatchers the first evaluates, and all play groups: see trajectories/claims.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+from rollmill import telemetry
+from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.environments.task import TaskSet
+from rollmill.evals.evaluation import EvalResult, Examination, run_eval
+from rollmill.evals.suite import EvalConfig
+from rollmill.kinds import build
+from rollmill.rollouts.dispatcher import Dispatcher
+from rollmill.rollouts.gateway_client import GatewayClient
+from rollmill.rollouts.rollout import RolloutContext
+from rollmill.rollouts.simulation import SlowMachines
+from rollmill.runs.run import RunDirectory, phase
+from rollmill.runs.shared.addresses import gateway_finders
+from rollmill.runs.stages import Evaluation, evaluations, is_recorded, last_version, results_key
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.tls import trust
+from rollmill.training.stage import RolloutSettings, StageSection
+from rollmill.trajectories.claims import Claims
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.trajectory_store import TrajectoryStore
+from rollmill.types import Version
+from rollmill.weights.reading.weight_store import WeightStore
+
+# Publishing and loading a large model takes long. The supervisor notices when trainer or engines die meanwhile.
+START_PATIENCE_S = 3600.0
+LOOK_S = 0.5  # between two looks for the results of the first evaluation
+
+
+def main(run: RunDirectory, *arguments: str) -> None:
+    """`arguments`: the stage; before it the number of this dispatcher, if it is not the first."""
+    name = arguments[-1]
+    telemetry.label_events(stage=name)
+    others = arguments[:-1]
+    asyncio.run(_help(run, run.config.stage(name), others[0]) if others else _dispatch(run, run.config.stage(name)))
+
+
+async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
+    due = [each for each in evaluations(run.config) if each.stage is stage]
+    tasks = build_tasks(run.config)
+    async with open_context(run, stage.name) as context:
+        for each in due:
+            if each.first:
+                await _evaluate_once(run, context, tasks, each)
+        if isinstance(stage, RolloutSettings) and stage.steps:
+            with phase(stage.name):
+                await _dispatcher(run, stage, stage.pace(stage.steps), context, tasks, "dispatcher").run()
+        for each in due:
+            if not each.first:
+                await _evaluate_once(run, context, tasks, each)
+
+
+async def _help(run: RunDirectory, stage: StageSection, number: str) -> None:
+    """Play groups beside the first dispatcher, once it has made the evaluation before them: that one is of version 0,
+    which no step may replace meanwhile."""
+    if not isinstance(stage, RolloutSettings) or not stage.steps:
+        return
+    before = [each for each in evaluations(run.config) if each.stage is stage and each.first]
+    async with open_context(run, stage.name) as context:
+        for each in before:
+            while not await asyncio.to_thread(is_recorded, run, context.objects, each, 0):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+        tasks, name = build_tasks(run.config), f"dispatcher-{number}"
+        await _dispatcher(run, stage, stage.pace(stage.steps), context, tasks, name).run()
+
+
+def _dispatcher(
+    run: RunDirectory, stage: StageSection, pace: Pace, context: RolloutContext, tasks: TaskSet, name: str
+) -> Dispatcher:
+    key, database = run.stage_key(stage), open_database(run.database_url)
+    return Dispatcher(
+        context,
+        Ledger(database, key),
+        tasks,
+        run.config.rollouts,
+        run=key,
+        seed=run.config.seed_of(stage),
+        pace=pace,
+        sampler=build(run.config.sampler),
+        claims=Claims(database, key, name) if run.config.dispatcher.replicas > 1 else None,
+    )
+
+
+async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: TaskSet, evaluation: Evaluation) -> None:
+    """Evaluate and record the results, unless they are recorded already."""
+    last = last_version(WeightStore(context.objects), evaluation.stage, run.config.form)
+    assert last is not None, "an engine serves the line"
+    number = 0 if evaluation.first else last.number
+    if is_recorded(run, context.objects, evaluation, number):
+        return
+    suite, label = run.config.evals, evaluation.label
+    with phase(f"evaluate {label}"):
+        results = await _evaluate(run, context, tasks, suite, label, number, alone=True)  # one dispatcher evaluates
+        body = json.dumps([asdict(result) for result in results]).encode()
+        context.objects.put(results_key(run, label), body)
+
+
+async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version, first: int = 0) -> list[EvalResult]:
+    """Evaluate the version that the engines of a service are pinned to. `first`: the number of the first attempt."""
+    own_line = version.line == service.config.line
+    label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
+    async with open_context(service, version.line) as context:
+        with phase(f"evaluate {version}"):
+            return await _evaluate(service, context, build_tasks(service.config), suite, label, version.number, first)
+
+
+async def _evaluate(
+    run: RunDirectory,
+    context: RolloutContext,
+    tasks: TaskSet,
+    suite: EvalConfig,
+    label: str,
+    version: int,
+    first: int = 0,
+    *,
+    alone: bool = False,
+) -> list[EvalResult]:
+    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed, first)
+    return await run_eval(context, tasks, suite, examination, alone=alone)
+
+
+@contextlib.asynccontextmanager
+async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutContext]:
+    config = run.config
+    if config.tls is not None:  # `rollmill eval` calls this in its own process
+        trust(config.tls.ca)
+    objects = Objects.open(run.home_store)
+    async with (
+        open_environment(config) as environment,
+        GatewayClient(gateway_finders(run), run.secrets["rollout_key"]) as gateway,
+    ):
+        machines = environment.machines
+        if config.rollouts.simulated_tool_seconds:
+            machines = SlowMachines(machines, config.rollouts.simulated_tool_seconds, config.seed)
+        await gateway.wait_until_serving(0, line, START_PATIENCE_S)
+        yield RolloutContext(
+            gateway=gateway,
+            machines=machines,
+            grading_machines=environment.grading_machines,
+            harness=environment.harness,
+            grader=environment.grader,
+            trajectories=TrajectoryStore(open_database(run.database_url), objects),
+            objects=objects,
+            line=line,
+            timeout_s=config.rollouts.timeout_s,
+            grading_timeout_s=config.rollouts.grading_timeout_s,
+            attempts=config.rollouts.attempts,
+            checkpoint_s=config.rollouts.checkpoint_s,
+        )

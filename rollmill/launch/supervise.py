@@ -1,0 +1,137 @@
+"""Takes a run through its stages. Every stage asks the stores what is already done, so `drive` also resumes a run.
+
+learns from documents   trainer, until its last step is published; then its evaluation, if it has one
+learns from rollouts    trainer, engines on the stage's line, gateway and dispatcher: the evaluation before, groups of
+                        rollouts until the last step is committed, the evaluation after
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+
+from rollmill import telemetry
+from rollmill.kinds import build
+from rollmill.launch.autoscaler import Balance
+from rollmill.launch.launcher import Cluster, Launcher
+from rollmill.launch.launchers.local import LocalLauncher, terminable
+from rollmill.launch.rank_processes import outside_world
+from rollmill.launch.rescale import Engines
+from rollmill.runs.lock import exclusive
+from rollmill.runs.prepare import need_tokenizer
+from rollmill.runs.run import RunDirectory, phase
+from rollmill.runs.shared.beacon import Beacon
+from rollmill.runs.sink import Sinks
+from rollmill.runs.stages import IMPORT, is_trained, left_to_evaluate
+from rollmill.training.stage import RolloutSettings, StageSection
+
+TICK_S = 0.2
+IMPORT_PATIENCE_S = 600.0  # for another process that imports the same checkpoint
+OnTick = Callable[[], None]
+
+
+def drive(run: RunDirectory, on_tick: OnTick = lambda: None, *, last: str = "") -> None:
+    """Run all stages to their end, or those up to stage `last`. Raises RollmillError when a process cannot be kept
+    alive."""
+    telemetry.open_events(run.events, "supervisor")
+    cluster: Cluster = build(run.config.cluster)
+    remote = run.config.store is not None and not cluster.elsewhere
+    with (
+        exclusive(run.path, "supervisor", patience_s=5.0),
+        terminable(),
+        Beacon(run) if remote else contextlib.nullcontext(),
+    ):
+        launcher = cluster.open(run)
+        sinks = Sinks(run, fed=not cluster.elsewhere)  # else the command that watches the run feeds them
+
+        def tick() -> None:
+            sinks.poll()
+            on_tick()
+
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # from here on a stop is orderly
+            for stage in run.config.stages:
+                trained = is_trained(run, stage)
+                need_tokenizer(run)
+                if not trained or left_to_evaluate(run, stage):
+                    _drive_stage(run, stage, trained, launcher, tick)
+                    launcher.stop_roles()  # the next stage has engines on another line
+                if stage.name == last:
+                    break
+        finally:
+            launcher.stop()
+            sinks.close()
+            on_tick()
+
+
+def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, launcher: Launcher, on_tick: OnTick) -> None:
+    plays = isinstance(stage, RolloutSettings)
+    if plays and not run.tokenizer.exists():  # the first stage: the gateway needs the tokenizer
+        with phase(IMPORT):
+            launcher.start("trainer")
+            _until_ended(launcher, "trainer", on_tick)
+    if not plays and not trained:
+        with phase(stage.name):
+            _start_trainer(launcher, stage)
+            _until_ended(launcher, "trainer", on_tick)
+    if plays or left_to_evaluate(run, stage):
+        engines = _start_serving(launcher, run, stage)
+
+        def tick() -> None:
+            engines.adjust()
+            on_tick()
+
+        if plays and not trained:
+            _start_trainer(launcher, stage)
+        for role in run.config.dispatchers:
+            launcher.start(role, stage.name)
+        with Balance(run, stage) if plays and not trained else contextlib.nullcontext():
+            _until_ended(launcher, "dispatcher", tick)
+
+
+def follow(run: RunDirectory) -> None:
+    """What ranks above 0 do that torchrun started: their part of the training. Rank 0 drives the run."""
+    launcher = LocalLauncher(run)
+    try:
+        for stage in run.config.stages:
+            if not is_trained(run, stage):
+                _start_trainer(launcher, stage)
+                _until_ended(launcher, "trainer", lambda: None)
+    finally:
+        launcher.stop()
+
+
+def import_weights(run: RunDirectory) -> None:
+    """Import the weights and the tokenizer that a run starts from, unless they are there; nothing else."""
+    with exclusive(run.path, "supervisor", patience_s=IMPORT_PATIENCE_S), terminable():
+        launcher = LocalLauncher(run)
+        try:
+            launcher.start("trainer")
+            _until_ended(launcher, "trainer", lambda: None)
+        finally:
+            launcher.stop()
+
+
+def _start_serving(launcher: Launcher, run: RunDirectory, stage: StageSection) -> Engines:
+    if run.config.store is None:
+        launcher.start("store", service=True)  # other regions read the directory over HTTP
+    for role in run.config.gateways:
+        launcher.start(role, service=True)
+    engines = Engines(run, launcher, ("line", stage.name))
+    engines.adjust()
+    return engines
+
+
+def _start_trainer(launcher: Launcher, stage: StageSection) -> None:
+    # torchrun starts the other ranks itself
+    ranks = 1 if outside_world() else stage.training.ranks
+    launcher.start("trainer", stage.name, threads=stage.training.threads, ranks=ranks)
+
+
+def _until_ended(launcher: Launcher, role: str, on_tick: OnTick) -> None:
+    while not launcher.ended(role):
+        launcher.watch()
+        on_tick()
+        time.sleep(TICK_S)

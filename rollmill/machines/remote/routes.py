@@ -1,0 +1,275 @@
+"""What a Rollmill dispatcher asks of another host's machines: one route per kind of request, frames in and out.
+
+A frame (namespace/wire.py) is a JSON header and raw bytes. Answers of a machine are frames with status 200: a result,
+or {"errno", "message"}: these arguments cannot be served. {"failed": text} is a failure of the infrastructure. Other
+states: 401 without the key, 404 for a machine that is not here any more, 503 with Retry-After if the host is full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import time
+from typing import Any
+
+from aiohttp import web
+
+from rollmill.errors import MachineError, NoCapacity, TaskError
+from rollmill.machines.file_trees import pack_tree
+from rollmill.machines.guest import frames as wire
+from rollmill.machines.machine import ProcessState, Snapshot, longest
+from rollmill.machines.remote.ports import serve_connection, serve_port
+from rollmill.machines.remote.service import Kept, Lent, Service
+
+LEASE_S = 60.0  # of a machine; each request and each renewal begins it anew
+_EXEC = ("cwd", "env", "timeout_s", "max_output", "user")
+_START = ("cwd", "env", "max_output", "pty", "user")
+
+
+class Routes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/machines", self.load)
+        app.router.add_post("/machines", self.create)
+        app.router.add_post("/machines/renew", self.renew)
+        app.router.add_post("/machines/{id}/{operation}", self.ask)
+        app.router.add_get("/machines/{id}/listen", self.listen)
+        app.router.add_get("/machines/{id}/connections/{number}", self.connect)
+        app.router.add_delete("/machines/{id}", self.end)
+        app.router.add_get("/snapshots/{id}", self.export)
+        app.router.add_delete("/snapshots/{id}", self.forget)
+
+    async def load(self, request: web.Request) -> web.Response:
+        """How many machines this host has room for.
+
+        Needs: the key.
+        Returns: capacity, running, starts, images.
+        """
+        self._check_key(request)
+        service = self._service
+        running = len(service.all())
+        facts = {
+            "capacity": service.capacity,
+            "starts": service.starts,
+            "running": running,
+            "images": sorted(service.images),
+        }
+        return web.json_response(facts)
+
+    async def create(self, request: web.Request) -> web.Response:
+        """Start a machine.
+
+        Needs: the key.
+        Takes: a frame with image, files, and the state to start with: the name of a snapshot, or the size of its bytes.
+        Returns: id, image, what it can do.
+        """
+        self._check_key(request)
+        header, body = await _frame(request)
+        files, start = {}, 0
+        for path, size in header.get("files", []):
+            files[path] = body[start : start + size]
+            start += size
+        image, snapshot = str(header["image"]), header.get("snapshot")
+        if "state" in header:
+            snapshot = Snapshot(image, body[start : start + int(header["state"])])
+        try:
+            lent = await self._service.create(image, files, snapshot=snapshot, lease_s=LEASE_S)
+        except NoCapacity as error:
+            return web.Response(status=503, text=error.message, headers={"Retry-After": f"{error.retry_after_s:.1f}"})
+        except TaskError as error:
+            return _answer({"task": error.message, "hint": error.hint})
+        except KeyError:
+            return _answer({"failed": "the snapshot is not on this host any more"})
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
+        return _answer(_describe(lent))
+
+    async def renew(self, request: web.Request) -> web.Response:
+        """Begin the leases of machines anew.
+
+        Needs: the key.
+        Takes: {"ids"}.
+        Returns: those that are gone.
+        """
+        self._check_key(request)
+        header, _ = await _frame(request)
+        gone = []
+        for identifier in header["ids"]:
+            try:
+                lent = self._service.find(identifier)
+                lent.ends = max(lent.ends, time.monotonic() + LEASE_S)  # that of a long command is longer
+            except KeyError:
+                gone.append(identifier)
+        return _answer({"gone": gone})
+
+    async def ask(self, request: web.Request) -> web.Response:
+        """Run a command in a machine, read or write its files, save or copy it.
+
+        Needs: the key.
+        Takes: a frame.
+        Returns: a frame.
+        """
+        lent = self._find(request)
+        header, body = await _frame(request)
+        lent.ends = time.monotonic() + LEASE_S + longest(float(header.get("timeout_s", 0.0)))
+        try:
+            return _answer(*await self._serve(lent, request.match_info["operation"], header, body))
+        except OSError as error:
+            return _answer({"errno": error.errno or errno.EIO, "message": str(error.strerror), "path": error.filename})
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
+
+    async def listen(self, request: web.Request) -> web.StreamResponse:
+        """Open a port in a machine, and offer what its programs connect to it (ports.py).
+
+        Needs: the key.
+        Returns: a WebSocket: the port, then one message per connection.
+        """
+        return await serve_port(request, self._find(request))
+
+    async def connect(self, request: web.Request) -> web.StreamResponse:
+        """Carry one connection of a port.
+
+        Needs: the key.
+        Returns: a WebSocket with its bytes.
+        """
+        try:
+            return await serve_connection(request, self._find(request))
+        except (KeyError, ValueError):
+            raise web.HTTPNotFound(text="there is no such connection") from None
+
+    async def end(self, request: web.Request) -> web.Response:
+        """End a machine.
+
+        Needs: the key.
+        Returns: nothing.
+        """
+        try:
+            await self._service.end(self._find(request).id)
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
+        return _answer({})
+
+    async def export(self, request: web.Request) -> web.Response:
+        """The bytes of a saved state, for a machine on another host.
+
+        Needs: the key.
+        Returns: a frame.
+        """
+        self._check_key(request)
+        try:
+            return _answer({}, await self._service.export(request.match_info["id"]))
+        except KeyError:
+            raise web.HTTPNotFound(text="the snapshot is not on this host any more") from None
+        except OSError as error:
+            return _answer({"errno": error.errno or errno.EIO, "message": str(error.strerror)})
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
+
+    async def forget(self, request: web.Request) -> web.Response:
+        """Let go of a saved state.
+
+        Needs: the key.
+        Returns: nothing.
+        """
+        self._check_key(request)
+        try:
+            await self._service.forget(request.match_info["id"])
+        except KeyError:
+            raise web.HTTPNotFound from None
+        return _answer({})
+
+    async def _serve(
+        self, lent: Lent, operation: str, header: dict[str, Any], body: bytes
+    ) -> tuple[dict[str, Any], bytes]:
+        machine = lent.machine
+        match operation:
+            case "exec":
+                result = await machine.exec(
+                    header["argv"], stdin=body, **{name: header[name] for name in _EXEC if name in header}
+                )
+                return {**dataclasses.asdict(dataclasses.replace(result, output=b"")), "output": None}, result.output
+            case "start":
+                process = await machine.start(
+                    header["argv"], stdin=body, **{name: header[name] for name in _START if name in header}
+                )
+                return {"process": lent.keep(process)}, b""
+            case "state" | "stop" | "input" | "resize":
+                kept = lent.processes.get(header["process"])
+                if kept is None:
+                    raise ProcessLookupError(errno.ESRCH, "no such process")
+                return await _ask_process(kept, operation, header, body)
+            case "read":
+                return {}, await machine.read(header["path"], max_bytes=min(header["max_bytes"], wire.MAX_BODY))
+            case "pack":
+                options = {name: header[name] for name in ("max_bytes", "timeout_s", "whole")}
+                return {}, await pack_tree(machine, header["path"], **options)
+            case "write":
+                await machine.write(header["path"], body)
+                return {}, b""
+            case "snapshot":
+                return {"snapshot": await self._service.save(lent)}, b""
+            case "fork":
+                if not 0 < header["count"] <= self._service.room():
+                    raise OSError(errno.EAGAIN, f"no room for {header['count']} copies")
+                self._service.starting += header["count"]
+                try:
+                    made = await machine.fork(header["count"])
+                finally:
+                    self._service.starting -= header["count"]
+                copies = [self._service.lend(copy, lent.image, LEASE_S) for copy in made]
+                return {"machines": [_describe(copy) for copy in copies]}, b""
+            case "pause" | "resume":
+                await (machine.pause() if operation == "pause" else machine.resume())
+                return {}, b""
+        raise OSError(errno.ENOSYS, f"unknown request {operation!r}")
+
+    def _check_key(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not self._service.is_key(given):
+            raise web.HTTPUnauthorized(text="the key of this service is needed: Authorization: Bearer KEY")
+
+    def _find(self, request: web.Request) -> Lent:
+        self._check_key(request)
+        try:
+            return self._service.find(request.match_info["id"])
+        except KeyError:
+            raise web.HTTPNotFound(text="this machine is not here any more") from None
+
+
+async def _frame(request: web.Request) -> tuple[dict[str, Any], bytes]:
+    data = await request.read()
+    try:
+        head, body = wire.unpack_lengths(data[: wire.LENGTHS.size])
+        start = wire.LENGTHS.size
+        if len(data) != start + head + body:
+            raise ValueError
+        return wire.unpack_header(data[start : start + head]), data[start + head :]
+    except Exception:
+        raise web.HTTPBadRequest(text="this is no frame") from None
+
+
+def _answer(header: dict[str, Any], body: bytes = b"") -> web.Response:
+    return web.Response(body=wire.pack(header, body), content_type="application/octet-stream")
+
+
+async def _ask_process(kept: Kept, operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    match operation:
+        case "input":
+            return {"count": await kept.write_some(body)}, b""
+        case "resize":
+            await kept.resize(header["rows"], header["columns"])
+        case _:
+            return _state(await (kept.state() if operation == "state" else kept.stop()))
+    return {}, b""
+
+
+def _state(state: ProcessState) -> tuple[dict[str, Any], bytes]:
+    return {"exit_code": state.exit_code, "truncated": state.truncated, "stopped": state.stopped}, state.output
+
+
+def _describe(lent: Lent) -> dict[str, Any]:
+    able = dataclasses.asdict(lent.machine.capabilities)
+    return {"id": lent.id, "image": lent.machine.image, "capabilities": able}

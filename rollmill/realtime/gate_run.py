@@ -1,0 +1,290 @@
+"""Runs the gate: evaluates a candidate and the live version on the same suite, and keeps measurements and verdicts.
+
+    gates/measured/VERSION-SUITE.json   attempts of a version, and with which others it was measured at the same time
+    gates/verdicts/VERSION.json         the newest verdict about a version: what `live` is checked against
+    gates/yardstick.json                the best version that was live when a candidate came: the next ones must not
+                                        lose more against it than [gate] allows
+    gates/required.json                 this store has a gate
+
+Whoever moves the channel `live` of a store with a gate asks `check_live` first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rollmill import telemetry
+from rollmill.environments.environment import build_tasks
+from rollmill.errors import WeightsError
+from rollmill.evals.evaluation import Conduct, EvalResult
+from rollmill.evals.gate import BY_ESTIMATE, GateConfig, GateVerdict, judge, surely_better
+from rollmill.evals.suite import EvalConfig
+from rollmill.kinds import code_of
+from rollmill.launch.roles.dispatcher import evaluate as evaluation
+from rollmill.launch.services import Target, serving, while_watching
+from rollmill.runs.run import RunDirectory
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.reading.channels import Channels
+from rollmill.weights.reading.weight_store import WeightStore
+
+LIVE = "live"
+_REQUIRED = "gates/required.json"
+_YARDSTICK = "gates/yardstick.json"
+
+
+def run_gate(
+    run: RunDirectory,
+    live: Target,
+    candidate: Target,
+    suite: EvalConfig,
+    config: GateConfig,
+    *,
+    again: bool = False,
+    record: bool = True,
+    on_tick: Callable[[], None] = lambda: None,
+) -> GateVerdict:
+    """Measure both versions, unless they are measured already, and record the verdict about the candidate. Record only
+    what `live` may rely on: a comparison with the live version on the whole suite of the run."""
+    objects = Objects.open(run.home_store)
+    suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
+    targets, digest = [live.pinned(), candidate.pinned()], suite_digest(run, suite)
+    names = (str(live.version), str(candidate.version))
+    for look in range(config.looks):
+        attempts = suite.attempts << look
+        measured = _both(run, objects, targets, suite, attempts, digest, config.beside, again and not look, on_tick)
+        yardstick = None
+        if record and names[0] != names[1]:
+            yardstick = _yardstick(run, objects, live.version, config.yardstick, suite, attempts, digest, on_tick)
+        verdict, by_estimate = (
+            judge(
+                measured[0].attempts,
+                measured[1].attempts,
+                rule,
+                names,
+                beside=measured[0].moment == measured[1].moment,
+                yardstick=yardstick,
+            )
+            for rule in (config, config.model_copy(update={"alpha": BY_ESTIMATE}))
+        )
+        if verdict.promotes or not by_estimate.promotes:
+            break
+    if record:
+        record_verdict(objects, candidate.version, verdict)
+    return verdict
+
+
+def _both(
+    run: RunDirectory,
+    objects: Objects,
+    targets: Sequence[Target],
+    suite: EvalConfig,
+    attempts: int,
+    digest: str,
+    beside: bool,
+    again: bool,
+    on_tick: Callable[[], None],
+) -> list[_Measured]:
+    """Both versions with so many attempts per task. What they lack of them is made at the same time."""
+    keys = [_measured_key(target.version, digest) for target in targets]
+    known = [_Measured("", {}) if again else _Measured.read(objects, key) for key in keys]
+    if beside and known[0].moment != known[1].moment:  # live may have been measured since, beside another candidate
+        known = [_Measured("", {})] * 2
+    moment, lacking = secrets.token_hex(8), dict[int, dict[str, Target]]()
+    for key, target, measured in zip(keys, targets, known, strict=True):
+        if measured.lacks(attempts, suite):
+            lacking.setdefault(measured.made, {})[key] = target
+    for made, wanted in lacking.items():
+        more = _measure(run, list(wanted.values()), suite, made, attempts, on_tick)
+        for key, found in zip(wanted, more, strict=True):
+            known[keys.index(key)].with_more(found, moment).write(objects, key)
+    return [_Measured.read(objects, key) for key in keys]
+
+
+def _yardstick(
+    run: RunDirectory,
+    objects: Objects,
+    live: Version,
+    wanted: str | None,
+    suite: EvalConfig,
+    attempts: int,
+    digest: str,
+    on_tick: Callable[[], None],
+) -> tuple[str, dict[str, list[Conduct]]] | None:
+    """The version that is `wanted`, or the best of those that were live, with its attempts; None if it is live now.
+    It is measured on its own where this suite has not measured it: its seconds are not compared."""
+    known = None if wanted or objects.head(_YARDSTICK) is None else json.loads(objects.get(_YARDSTICK))["version"]
+    line, _, number = (wanted or known or str(live)).rpartition("@")
+    version = Version(line, int(number))
+    key, weights = _measured_key(version, digest), WeightStore(objects)
+    target = target_of(weights, version, run.config.form)
+    lost = objects.head(key) is None and not weights.exists(version, target.form)
+    if lost and wanted:
+        hint = "set gate.yardstick to a version that is there, or leave it out"
+        raise WeightsError(f"gate.yardstick is {version}, whose weights are not in the store", hint=hint)
+    if version != live and not lost:
+        measured = _Measured.read(objects, key)
+        if measured.lacks(attempts, suite):
+            (more,) = _measure(run, [target], suite, measured.made, attempts, on_tick)
+            measured.with_more(more, "yardstick").write(objects, key)
+        found, of_live = (_Measured.read(objects, each).attempts for each in (key, _measured_key(live, digest)))
+        if wanted or not surely_better(found, of_live):
+            return str(version), found
+    if not wanted and known != str(live):
+        objects.put(_YARDSTICK, json.dumps({"version": str(live)}).encode())
+    return None
+
+
+def target_of(weights: WeightStore, version: Version, form: str) -> Target:
+    held = form if weights.exists(version, form) else "bf16"  # imported weights have no other form
+    return Target("version", str(version), version, held)
+
+
+def record_verdict(objects: Objects, version: Version, verdict: GateVerdict) -> None:
+    objects.put(_verdict_key(version), json.dumps(verdict.describe()).encode())
+
+
+def require_gate(objects: Objects) -> None:
+    """From now on, the channel `live` of this store takes only versions that passed the gate."""
+    if objects.head(_REQUIRED) is None:
+        objects.put(_REQUIRED, b"{}")
+
+
+def check_live(objects: Objects, channel: str, version: Version, *, required: bool = False) -> None:
+    """Raise WeightsError if the version must not become live: its newest verdict is no promotion, is about another live
+    version, or is not there. `required`: the run has a gate, whether its store says so or not."""
+    if channel != LIVE or not (required or objects.head(_REQUIRED) is not None):
+        return
+    key = _verdict_key(version)
+    if objects.head(key) is None:
+        raise WeightsError(
+            f"{version} has not passed the gate of this store, so it cannot become live",
+            hint=f"`rollmill gate RUN {version}` measures it against the live version",
+        )
+    said = json.loads(objects.get(key))
+    if said["verdict"] != "promote":
+        raise WeightsError(
+            f"the gate holds {version}: {'; '.join(said['reasons'])}",
+            hint="change the bounds in [gate] if they are wrong, and run `rollmill gate` again",
+        )
+    live = Channels(objects).get(LIVE) or version  # the first live version was compared with itself
+    if said["live"] != str(live):
+        raise WeightsError(
+            f"{version} passed the gate against {said['live']}, and {live} is live now",
+            hint=f"`rollmill gate RUN {version}` compares it with {live}",
+        )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    moment: str  # versions that were measured at the same time have the same
+    attempts: dict[str, list[Conduct]]
+
+    @property
+    def made(self) -> int:
+        """Attempts per task."""
+        return max(map(len, self.attempts.values()), default=0)
+
+    def lacks(self, attempts: int, suite: EvalConfig) -> bool:
+        """What is measured has the attempts of the suite, or more."""
+        return self.made < attempts if attempts > suite.attempts else not self.attempts
+
+    def with_more(self, attempts: dict[str, list[Conduct]], moment: str) -> _Measured:
+        tasks = self.attempts.keys() | attempts.keys()
+        return _Measured(moment, {task: [*self.attempts.get(task, []), *attempts.get(task, [])] for task in tasks})
+
+    @classmethod
+    def read(cls, objects: Objects, key: str) -> _Measured:
+        if objects.head(key) is None:
+            return cls("", {})
+        tree = json.loads(objects.get(key))
+        by_task = {task: [Conduct(**each) for each in attempts] for task, attempts in tree["attempts"].items()}
+        return cls(tree["moment"], by_task)
+
+    def write(self, objects: Objects, key: str) -> None:
+        objects.put(key, json.dumps(asdict(self)).encode())
+
+
+def _measure(
+    run: RunDirectory,
+    targets: Sequence[Target],
+    suite: EvalConfig,
+    made: int,
+    attempts: int,
+    on_tick: Callable[[], None],
+) -> list[dict[str, list[Conduct]]]:
+    """Evaluate versions at the same time, each with a gateway and engines of its own. Returns the attempts of each that
+    come after the `made` first ones, up to `attempts` per task."""
+    suite = suite.model_copy(update={"attempts": attempts - made})
+    with contextlib.ExitStack() as held:
+        services = [held.enter_context(serving(run, target, "eval")) for target in targets]
+
+        def tick() -> None:
+            for _, cluster in services:
+                cluster.watch()
+            on_tick()
+
+        async def both() -> list[list[EvalResult]]:
+            work = [
+                evaluation(service, suite, target.version, made)
+                for (service, _), target in zip(services, targets, strict=True)
+            ]
+            return list(await asyncio.gather(*work))
+
+        found = asyncio.run(while_watching(services[0][1], both(), tick))
+        for _, cluster in services:
+            cluster.stop()  # an engine tells its last seconds when it ends
+        return [
+            _share(_by_task(results), engine_seconds(service))
+            for results, (service, _) in zip(found, services, strict=True)
+        ]
+
+
+def _by_task(results: list[EvalResult]) -> dict[str, list[Conduct]]:
+    """The attempts of all splits. The same task in two splits stays two."""
+    return {f"{result.split} {task}": made for result in results for task, made in result.conduct.items()}
+
+
+def engine_seconds(service: RunDirectory) -> float:
+    """The seconds in which the engines of a service computed, times the GPUs of each."""
+    gpus = {spec.role: max(spec.section.gpus or 1, 1) for spec in service.config.engine_specs}
+    worked = [event for event in telemetry.read_events(service.events) if event["kind"] == "busy"]
+    decoded = [event for event in worked if event["process"] in gpus and event.get("what") == "decode"]
+    return sum(gpus[event["process"]] * max(event["end"] - event["start"], 0.0) for event in decoded)
+
+
+def _share(attempts: dict[str, list[Conduct]], seconds: float) -> dict[str, list[Conduct]]:
+    """Every attempt bears the seconds of the engines by its tokens."""
+    tokens = max(sum(each.tokens for made in attempts.values() for each in made), 1)
+    return {
+        task: [replace(each, engine_seconds=seconds * each.tokens / tokens) for each in made]
+        for task, made in attempts.items()
+    }
+
+
+def suite_digest(run: RunDirectory, suite: EvalConfig) -> str:
+    """What else the attempts depend on: other tasks, machines, limits, draws or code are another measurement."""
+    config, tasks = run.config, build_tasks(run.config)
+    contents = [
+        [cell.split, cell.attempts, *(task.digest for task in tasks.heldout(cell.split, cell.tasks))]
+        for cell in suite.cells(tasks)
+    ]
+    parts = [suite, config.rollouts, config.harness, config.machine, config.tasks, *config.rewards]
+    settings = [part.model_dump(mode="json") if part is not None else None for part in parts]
+    code = [code_of(section) for section in (config.harness, config.machine, *config.rewards) if section is not None]
+    text = json.dumps([config.seed, *config.forms, contents, settings, code])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _measured_key(version: Version, digest: str) -> str:
+    return f"gates/measured/{version}-{digest}.json"
+
+
+def _verdict_key(version: Version) -> str:
+    return f"gates/verdicts/{version}.json"

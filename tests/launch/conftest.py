@@ -1,0 +1,1 @@
+from tests.runs.conftest import make_run, run  # noqa: F401

@@ -1,0 +1,227 @@
+"""Sinks get the figures of a run, from its beginning, and cannot stop it. The guide to them, word by word."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmill import telemetry
+from rollmill.runs.run import RunDirectory
+from rollmill.runs.sink import Scalar, Sinks, scalars_of
+from rollmill.runs.sinks.tensorboard import crc32c, encode, record
+from tests.cli.test_init import shell, shortened
+from tests.runs.conftest import make_config
+from tests.test_repo import ROOT
+
+GUIDE = (ROOT / "docs" / "guides" / "watching-a-run.md").read_text()
+EVENTS: list[dict[str, Any]] = [
+    {"kind": "document_step", "stage": "midtrain", "step": 3, "steps": 9, "loss": 1.5, "notes": {}, "at": 1.0},
+    {"kind": "step", "stage": "rl", "step": 1, "version": 1, "reward_mean": 0.25, "solve_rate": None, "at": 2.0},
+    {"kind": "heldout_loss", "stage": "midtrain", "source": "text", "step": 3, "loss": 2.0, "at": 3.0},
+    {
+        "kind": "eval",
+        "split": "heldout",
+        "mode": "sampled",
+        "version": 7,
+        "rate": 0.5,
+        "low": 0.4,
+        "high": 0.6,
+        "at": 4.0,
+    },
+    {"kind": "publish", "line": "rl", "version": 7, "bytes": 10, "density": 0.1, "at": 5.0},
+    {"kind": "engine", "tokens_per_s": 5.0, "at": 6.0},
+    {"kind": "step", "stage": "rl", "step": "many", "reward_mean": 1.0, "at": 7.0},
+]
+
+
+def test_the_figures_of_events() -> None:
+    found = [scalar for event in EVENTS for scalar in scalars_of(event)]
+    assert {(each.tag, each.step, each.value) for each in found} == {
+        ("midtrain/loss", 3, 1.5),
+        ("rl/reward_mean", 1, 0.25),
+        ("midtrain/heldout_loss/text", 3, 2.0),
+        ("eval/heldout/sampled/rate", 7, 0.5),
+        ("eval/heldout/sampled/low", 7, 0.4),
+        ("eval/heldout/sampled/high", 7, 0.6),
+        ("weights/rl/bytes", 7, 10.0),
+        ("weights/rl/density", 7, 0.1),
+    }
+
+
+def read_records(path: Path) -> list[bytes]:
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        assert record(data[12 : 12 + length]) == data[: 16 + length]
+        found.append(data[12 : 12 + length])
+        data = data[16 + length :]
+    return found
+
+
+def test_tensorboards_records() -> None:
+    """The check value of CRC-32C, and an event as its protocol buffer defines it."""
+    assert crc32c(b"123456789") == 0xE3069283
+    assert encode(Scalar("a/b", 300, 0.5, 2.0)).hex() == ("09000000000000004010ac022a0c0a0a0a03612f62150000003f")
+    assert struct.unpack("<f", encode(Scalar("t", 0, 1e300, 0.0))[-4:])[0] == float("inf")
+
+
+def test_tensorboards_records_as_protobuf_reads_them() -> None:
+    """With Google's own library and a description of tensorflow.Event."""
+    descriptor = pytest.importorskip("google.protobuf.descriptor_pb2")
+    from google.protobuf import descriptor_pool, message_factory
+
+    file = descriptor.FileDescriptorProto(name="event.proto", package="t")
+    fields = {
+        "Value": [("tag", 1, 9, ""), ("simple_value", 2, 2, "")],
+        "Summary": [("value", 1, 11, ".t.Value")],
+        "Event": [
+            ("wall_time", 1, 1, ""),
+            ("step", 2, 3, ""),
+            ("file_version", 3, 9, ""),
+            ("summary", 5, 11, ".t.Summary"),
+        ],
+    }
+    for name, members in fields.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind, of in members:
+            message.field.add(
+                name=field, number=number, type=kind, type_name=of or None, label=3 if name == "Summary" else 1
+            )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    event_class = message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Event"))
+    event = event_class.FromString(encode(Scalar("rl/reward_mean", 1 << 40, 0.25, 12.5)))
+    assert (event.wall_time, event.step) == (12.5, 1 << 40)
+    assert [(each.tag, each.simple_value) for each in event.summary.value] == [("rl/reward_mean", 0.25)]
+
+
+def write_events(run: RunDirectory, events: list[dict[str, Any]]) -> None:
+    run.events.mkdir(exist_ok=True)
+    with (run.events / "trainer.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def test_a_continued_run_begins_anew(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, make_config('sinks=[{kind="tensorboard"}]'))
+    write_events(run, EVENTS[:1])
+    for more in (EVENTS[1:2], EVENTS[2:3]):
+        sinks = Sinks(run)
+        sinks.poll(now=True)
+        write_events(run, more)
+        sinks.close()
+        (path,) = (run.path / "tensorboard").iterdir()
+    tags = [re.search(rb"[a-z_]+/[a-z_/]+", each) for each in read_records(path)]
+    assert [each.group() for each in tags if each] == [
+        b"midtrain/loss",
+        b"rl/reward_mean",
+        b"midtrain/heldout_loss/text",
+    ]
+
+
+class Broken:
+    def open(self, directory: Path, name: str) -> None: ...
+
+    def write(self, scalars: object) -> None:
+        raise ValueError("no disk")
+
+    def close(self) -> None:
+        raise AssertionError("it is closed already")
+
+
+def test_a_sink_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "_file", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed, whatever this machine has
+    settings = 'sinks=[{kind="tests.runs.test_sink:Broken"}, {kind="wandb"}, {kind="tensorboard"}]'
+    run = RunDirectory.create(tmp_path, make_config(settings))
+    telemetry.open_events(run.events, "supervisor")
+    sinks = Sinks(run)
+    write_events(run, EVENTS)
+    sinks.poll(now=True)
+    sinks.close()
+    said = [event["text"] for event in telemetry.read_events(run.events) if event["kind"] == "warning"]
+    assert "wandb cannot be imported" in said[0] and said[1].endswith("is closed: no disk") and len(said) == 2
+    assert len(read_records(next((run.path / "tensorboard").iterdir()))) == 9
+
+
+def test_what_wandb_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, which is not installed here."""
+    calls: list[tuple[str, Any]] = []
+
+    class StandIn:
+        def define_metric(self, name: str, step_metric: str | None = None) -> None:
+            calls.append((name, step_metric))
+
+        def log(self, row: dict[str, float]) -> None:
+            calls.append(("log", row))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def init(**settings: Any) -> StandIn:
+        calls.append(("init", settings["mode"]))
+        return StandIn()
+
+    module = types.ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    run = RunDirectory.create(tmp_path, make_config('sinks=[{kind="wandb"}]'))
+    write_events(run, [EVENTS[0], {**EVENTS[0], "step": 4}])
+    Sinks(run).close()
+    Sinks(run, fed=False).close()  # another process feeds them
+    assert calls == [
+        ("init", "offline"),
+        ("midtrain/step", None),
+        ("midtrain/*", "midtrain/step"),
+        ("log", {"midtrain/loss": 1.5, "midtrain/step": 3}),
+        ("log", {"midtrain/loss": 1.5, "midtrain/step": 4}),
+        ("finish", None),
+    ]
+
+
+def test_the_real_wandb_offline(tmp_path: Path) -> None:
+    """Where the package is installed. Seen with 0.31.0."""
+    pytest.importorskip("wandb")
+    run = RunDirectory.create(tmp_path, make_config('sinks=[{kind="wandb"}]'))
+    write_events(run, [EVENTS[0], {**EVENTS[0], "step": 4}])
+    Sinks(run).close()
+    (file,) = (run.path / "wandb").glob("offline-run-*/*.wandb")
+    data = file.read_bytes()
+    assert data.count(b"midtrain/loss") >= 2 and b"midtrain/*" in data and b"1.5" in data
+
+
+def test_the_guides_own_sink(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
+    (tmp_path / "mine.py").write_text(block)
+    run = RunDirectory.create(tmp_path, make_config('sinks=[{kind="mine:Printer"}]', f'modules="{tmp_path}"'))
+    write_events(run, EVENTS[:1])
+    Sinks(run).close()
+    Sinks(run, fed=False).close()  # another process feeds them
+    assert (run.path / "figures.txt").read_text() == "midtrain/loss 3 1.5\n"
+
+
+def guide_blocks() -> list[str]:
+    found = re.findall(r"```bash\n(.*?)```", GUIDE, re.S)
+    assert len(found) == 2, "a new block must be executed too"
+    return found
+
+
+def test_the_guides_settings_load(tmp_path: Path) -> None:
+    printed = shell(guide_blocks()[0], tmp_path)
+    assert "[[sinks]]" in printed and 'kind = "tensorboard"' in printed
+
+
+@pytest.mark.slow
+def test_the_guides_run_writes_figures(tmp_path: Path) -> None:
+    settings, training = guide_blocks()
+    printed = shell(settings + shortened(training), tmp_path)
+    assert "events.out.tfevents" in printed, printed[-2000:]
+    (path,) = (tmp_path / "my-watch" / "runs" / "my-run" / "tensorboard").iterdir()
+    data = b"".join(read_records(path))
+    assert b"rl/reward_mean" in data and b"sft/loss" in data and b"eval/heldout/sampled/rate" in data
