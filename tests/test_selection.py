@@ -191,3 +191,9 @@ def test_pytest_runs_fast_tests_and_the_chosen_slow_ones(tmp_path: Path) -> None
     assert "tests/test_one.py::test_slow" in ran.stdout and "tests/test_two.py::test_fast" in ran.stdout
     assert "tests/test_two.py::test_slow" not in ran.stdout
     assert list(json.loads((tmp_path / "tests/durations.json").read_text())) == ["tests/test_one.py"]
+
+
+def test_slow_files_of_a_group_run_with_it() -> None:
+    assert selection.with_files(["ray", "kernels"]) == ["ray", "kernels", "tests/models/test_hopper.py"]
+    slow = selection.find_slow(selection.git("ls-files", "tests").splitlines())
+    assert {name for name in selection.with_files(selection.GROUPS) if "/" in name} <= set(slow)
