@@ -2,7 +2,8 @@
 
 A trainer takes 10 s per step of 16 groups. An engine makes a group in 2 s, later in 5 s, then in 1 s, while fewer than
 32 groups are there; so 3.2, 8 and 1.6 engines are in balance. An engine joins 20 s after it was asked for. What is
-decided is decided by the code that runs (rollmill/runs/autoscale_rule.py). Beside it: the same load, a fixed number.
+decided is decided by the code that runs (rollmill/runs/configuration/autoscale_rule.py). Beside it: the same load, a
+fixed number.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.output import at_least, at_most, finish
-from rollmill.runs.autoscale_rule import BalanceConfig, Balancer, Sample
+from rollmill.runs.configuration.autoscale_rule import BalanceConfig, Balancer, Sample
 
 CAPACITY, GROUPS_PER_STEP, STEP_S, MOST_GROUPS, JOIN_S = 8, 16, 10, 32, 20
 STRETCH_S = 1000

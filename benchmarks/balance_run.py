@@ -25,7 +25,7 @@ from benchmarks.fleet_engine import KIND
 from benchmarks.output import at_least, finish
 from rollmill.launch.autoscaler import read_decisions
 from rollmill.launch.supervise import drive
-from rollmill.runs.autoscale_rule import describe
+from rollmill.runs.configuration.autoscale_rule import describe
 from rollmill.runs.run import RunDirectory
 from rollmill.telemetry import read_events
 

@@ -36,11 +36,11 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
 from rollmill.storage.objects import Objects
-from rollmill.training.background import Background
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.pass_size import fitted
+from rollmill.training.publishing.background import Background
 from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences
 from rollmill.training.single import WHOLE
 from rollmill.types import Version

@@ -1,8 +1,8 @@
 """TOML into a strict, validated tree.
 
-Every component owns a `Config` subclass next to its code; `rollmill.runs.settings.RunConfig` composes them. An
-unknown key is an error that names the nearest valid key. Overrides (`key.path=value`) come from the command line; their
-values are parsed as TOML.
+Every component owns a `Config` subclass next to its code; `rollmill.runs.configuration.settings.RunConfig` composes
+them. An unknown key is an error that names the nearest valid key. Overrides (`key.path=value`) come from the command
+line; their values are parsed as TOML.
 """
 
 from __future__ import annotations

@@ -244,11 +244,16 @@ COMMANDS = {
 }
 
 
+def _unfolded(text: str) -> list[str]:
+    """Lines, those joined that a backslash continues."""
+    return [line.strip() for line in re.sub(r" \\\n\s*", " ", text).splitlines()]
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_help_teaches_by_example(path: tuple[str, ...]) -> None:
     done = CliRunner().invoke(app, [*path[1:], "--help"], env={"COLUMNS": "120"})
-    shown = [line.strip() for line in done.stdout.splitlines()]
-    examples = [line for line in COMMANDS[path].help.splitlines() if line.startswith("rollmill ")]
+    shown = _unfolded(done.stdout)
+    examples = [line for line in _unfolded(COMMANDS[path].help) if line.startswith("rollmill ")]
     assert any(f"{line} ".startswith(f"{' '.join(path)} ") for line in examples), "its docstring has no example"
     for example in examples:
         assert example in shown, "an example stands on a line of its own"

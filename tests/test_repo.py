@@ -418,15 +418,13 @@ def test_paths_named_in_documents_exist(document: Path) -> None:
         assert here.exists() or any(ROOT.glob(path.rstrip("/"))), f"{path} is named but not there"
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "README.md"])
-def test_file_trees_are_complete(document: str) -> None:
-    """ARCHITECTURE.md names every folder and root module of the package, README.md those at its top."""
-    named = set(tree_paths((ROOT / document).read_text(encoding="utf-8")))
+def test_the_file_tree_is_complete() -> None:
+    """ARCHITECTURE.md names every folder and root module of the package."""
+    named = set(tree_paths((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
     folders = {path.parent.relative_to(ROOT).as_posix() + "/" for path in PACKAGE.rglob("*") if path.is_file()}
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}
-    deepest = 99 if document == "ARCHITECTURE.md" else 2
-    wanted = {path for path in folders | modules if "__pycache__" not in path and path.count("/") <= deepest}
-    assert wanted - named == set(), f"{document} does not name them"
+    wanted = {path for path in folders | modules if "__pycache__" not in path}
+    assert wanted - named == set()
 
 
 @cache

@@ -45,7 +45,7 @@ def show_settings(
 
     console = Console(highlight=False)
     if section == TASK_FILES:
-        from rollmill.cli.task_files import task_files
+        from rollmill.cli.environments.task_files import task_files
 
         return print("\n".join(task_files()))
     if section:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.rollout import SERVED_MODEL, KeyOption, ModelNameOption, ModelOption
+from rollmill.cli.environments.rollout_command import SERVED_MODEL, KeyOption, ModelNameOption, ModelOption
 from rollmill.cli.target import VersionOption
 
 if TYPE_CHECKING:

@@ -13,31 +13,18 @@ import typer
 from typer.core import TyperGroup
 
 from rollmill import __version__
-from rollmill.cli import (
-    config,
-    cycle,
-    dashboard,
-    demo,
-    doctor,
-    evaluate,
-    gate,
-    images,
-    init,
-    keys,
-    machines,
-    model,
-    plan,
-    rewards,
-    rollout,
-    runs,
-    serve,
-    sessions,
-    simulate,
-    tasks,
-    train,
-    trajectories,
-    weights,
-)
+from rollmill.cli import config, dashboard, demo, doctor, evaluate, init, model, plan, runs, simulate, train, weights
+from rollmill.cli.environments import image_commands as images
+from rollmill.cli.environments import machine_commands as machines
+from rollmill.cli.environments import reward_commands as rewards
+from rollmill.cli.environments import rollout_command as rollout
+from rollmill.cli.environments import task_commands as tasks
+from rollmill.cli.experience import session_commands as sessions
+from rollmill.cli.experience import trajectory_commands as trajectories
+from rollmill.cli.serving import cycle_commands as cycle
+from rollmill.cli.serving import gate_command as gate
+from rollmill.cli.serving import key_commands as keys
+from rollmill.cli.serving import serve
 from rollmill.errors import RollmillError
 
 HELP = """Train your own agent model inside your own product.

@@ -20,7 +20,7 @@ from textwrap import dedent
 from typing import Any
 
 import rollmill
-from rollmill.cli.task_files import task_files
+from rollmill.cli.environments.task_files import task_files
 
 PACKAGE = Path(rollmill.__file__).parent
 _NOTE = "<!-- Written by scripts/reference from the code. Do not edit. -->"

@@ -72,7 +72,7 @@ def status(directory: Directory) -> None:
     from rich.console import Console
 
     from rollmill.launch.autoscaler import read_decisions
-    from rollmill.runs.autoscale_rule import describe
+    from rollmill.runs.configuration.autoscale_rule import describe
     from rollmill.runs.status import bytes_of, state_of
 
     run, given = _open(directory)

@@ -28,7 +28,7 @@ from rollmill.kinds import build
 from rollmill.launch.devices import present_gpus
 from rollmill.launch.launcher import Cluster
 from rollmill.launch.rescale import ask_scale, read_scale, scaled, with_counts
-from rollmill.runs.autoscale_rule import LOOK_S, Balancer, Sample
+from rollmill.runs.configuration.autoscale_rule import LOOK_S, Balancer, Sample
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.shared.addresses import gateway_finders
 from rollmill.runs.trust import trusting

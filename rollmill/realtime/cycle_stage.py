@@ -11,8 +11,8 @@ from typing import Any
 
 from rollmill.config import validate_config
 from rollmill.models.counts import all_parameters
+from rollmill.runs.configuration.settings import CYCLE
 from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.runs.settings import CYCLE
 from rollmill.training.config import OptimizerConfig, lr_by_size
 from rollmill.training.stage import StageSection
 from rollmill.training.stages.rl import RLSettings

@@ -18,8 +18,8 @@ from typing import Any
 
 from rollmill.config import validate_config
 from rollmill.errors import ConfigError, ObjectMissing, StorageError
+from rollmill.runs.configuration.settings import RunConfig
 from rollmill.runs.run import SECRETS, RunDirectory
-from rollmill.runs.settings import RunConfig
 from rollmill.storage.objects import Objects
 from rollmill.storage.storage_probe import NEEDS, PATIENCE_S
 

@@ -30,8 +30,8 @@ from rollmill import telemetry
 from rollmill.config import validate_config
 from rollmill.errors import ConfigError
 from rollmill.kinds import KindSection, code_of
+from rollmill.runs.configuration.settings import CANARY, RunConfig
 from rollmill.runs.free_ports import free_ports
-from rollmill.runs.settings import CANARY, RunConfig
 from rollmill.runs.upgrade import bring_up_to_date
 from rollmill.storage.objects import Objects, store_of_run
 from rollmill.training.stage import StageSection

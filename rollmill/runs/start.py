@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.errors import ConfigError
+from rollmill.runs.configuration.settings import Start
 from rollmill.runs.import_checkpoint import TOKENIZER
 from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.runs.settings import Start
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.files.companions import companions_of, keep_companions

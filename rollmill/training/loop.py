@@ -51,14 +51,14 @@ from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device
 from rollmill.storage.objects import Objects
-from rollmill.training.background import Background
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import FORM, TrainingConfig
-from rollmill.training.form_publisher import publisher_of
 from rollmill.training.lineage import form_before_import, form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory_errors import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited, learning_rate
+from rollmill.training.publishing.background import Background
+from rollmill.training.publishing.form_publisher import publisher_of
 from rollmill.training.ranks import Placement
 from rollmill.training.reproducible import fix_bits, on_sigterm
 from rollmill.training.single import WHOLE
@@ -108,8 +108,7 @@ class Trainer(Generic[Batch]):
 
         `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
         `form`: the form that versions are published in and computed with. `other_forms`: others that they are published
-        in too (training/form_publisher.py). `exact`: forward passes give a token the engine's bits
-        (models.kernels.exact).
+        in too (form_publisher.py). `exact`: forward passes give a token the engine's bits (models.kernels.exact).
         """
         self._device = choose_device(device)
         torch.set_num_threads(config.threads)

@@ -19,8 +19,8 @@ from rollmill.models.quantize import round_into
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig
-from rollmill.training.device_delta import DeviceDelta, codes_on_device
 from rollmill.training.numerics.next_token import NextTokenPasses
+from rollmill.training.publishing.device_delta import DeviceDelta, codes_on_device
 from rollmill.training.ranks import Gather, Recomputed
 from rollmill.training.state import read_tensors, write_whole
 from rollmill.training.step import forward_packed, token_logprobs

@@ -117,7 +117,7 @@ def in_chunks(steps: Steps) -> Steps:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        from rollmill.inference.embedded import paged_triton
+        from rollmill.inference.embedded.kernels import paged_triton
         from rollmill.models.kernels.attention import ordered_triton as ordered_attention_triton
 
         monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
@@ -157,7 +157,7 @@ def test_the_kernels_keep_keys_and_values_in_fp8_as_torch_does(shape: str, dtype
 
 @pytest.mark.kernels
 def test_the_tiles_that_attend_to_the_most_keys_begin_first() -> None:
-    from rollmill.inference.embedded.paged_triton import tile_positions
+    from rollmill.inference.embedded.kernels.paged_triton import tile_positions
     from rollmill.inference.embedded.plans import make_plan
 
     cache = cache_of(model_of(SHAPES["smollm2"]))

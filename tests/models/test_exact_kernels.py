@@ -11,7 +11,7 @@ from rollmill.models.kernels.attention.varlen import packed_attention
 from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 
 pytest.importorskip("triton")
-from rollmill.inference.embedded.paged_triton import heads_together
+from rollmill.inference.embedded.kernels.paged_triton import heads_together
 from rollmill.models.kernels import exact_triton
 from rollmill.models.kernels.attention import ordered_triton as ordered_attention_triton
 from rollmill.models.kernels.attention.packed_triton import Tiles

@@ -94,7 +94,7 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     from triton.runtime.jit import JITFunction
 
-    from rollmill.inference.embedded import decode_attention_triton
+    from rollmill.inference.embedded.kernels import decode_attention_triton
     from rollmill.models.kernels import small_batch_triton as narrow_triton
 
     found = Compiler()
@@ -247,7 +247,7 @@ def exact_steps() -> None:
 
 def latents() -> None:
     """DeepSeek-V2-Lite's and DeepSeek-V3's, of an engine and of a trainer."""
-    from rollmill.inference.embedded.paged_triton import TritonAttention, tile_positions
+    from rollmill.inference.embedded.kernels.paged_triton import TritonAttention, tile_positions
     from rollmill.inference.embedded.plans import make_plan
 
     latent = LatentAttention(kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128)

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.cli.trajectories import app
+from rollmill.cli.experience.trajectory_commands import app
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError, TrajectoryError
@@ -260,7 +260,7 @@ def test_mistakes(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_module_imports_nothing_heavy() -> None:
     script = (
-        "import sys, rollmill.cli.trajectories\n"
+        "import sys, rollmill.cli.experience.trajectory_commands\n"
         "print([name for name in ('torch', 'numpy', 'sqlalchemy', 'pydantic') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.cli.trajectories import app
+from rollmill.cli.experience.trajectory_commands import app
 from rollmill.config import LocalPath, load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError

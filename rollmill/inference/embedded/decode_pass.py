@@ -12,8 +12,8 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 
 from rollmill.inference.embedded.cache import KVCache
-from rollmill.inference.embedded.decode_attention_triton import attend_one, attend_one_exactly
-from rollmill.inference.embedded.paged_triton import Plan
+from rollmill.inference.embedded.kernels.decode_attention_triton import attend_one, attend_one_exactly
+from rollmill.inference.embedded.kernels.paged_triton import Plan
 from rollmill.models.decoder import Decoder, DecoderOutput, Layer
 from rollmill.models.kernels.attention.rotate_triton import rotate_heads
 from rollmill.models.kernels.forms import add_product_, product

@@ -101,7 +101,7 @@ def _sample_plain(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
 
 
 def _draw_plain(logits_MV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    from rollmill.inference.embedded.sampler_triton import draw as draw_rows
+    from rollmill.inference.embedded.kernels.sampler_triton import draw as draw_rows
 
     device = logits_MV.device
     seeds = np.array([draw.seed for draw in draws], dtype=np.uint64).view(np.int64)

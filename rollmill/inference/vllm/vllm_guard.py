@@ -1,8 +1,9 @@
 """Runs a command. When it ends or standard input closes, removes its directory and kills its whole process group.
 
 A vLLM server starts further processes that outlive it. The pipe to our standard input closes when the engine process
-ends for any reason, kill -9 included. Usage: python -m rollmill.inference.vllm.vllm_guard DIRECTORY COMMAND [ARGUMENT
-...]
+ends for any reason, kill -9 included.
+
+    python -m rollmill.inference.vllm.vllm_guard DIRECTORY COMMAND [ARGUMENT ...]
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import torch
 from rollmill.models.host_tensors import load_host, to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
-from rollmill.training.form_publisher import publisher_of
 from rollmill.training.parallel.world import World
 from rollmill.training.pretraining.document_objective import MidtrainObjective
+from rollmill.training.publishing.form_publisher import publisher_of
 from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import describe, root_digest

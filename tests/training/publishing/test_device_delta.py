@@ -13,7 +13,7 @@ from rollmill.models.host_tensors import to_host
 from rollmill.storage.objects import Objects
 from rollmill.training import single as whole
 from rollmill.training.config import TrainingConfig
-from rollmill.training.device_delta import codes_on_device
+from rollmill.training.publishing.device_delta import codes_on_device
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing import encoder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollmill.cli.gate import metrics_table
+from rollmill.cli.serving.gate_command import metrics_table
 from rollmill.evals.gate import GateVerdict, Metric
 from rollmill.evals.statistics import Interval
 from rollmill.feedback.distil import Population

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollmill.inference.embedded import paged_triton
 from rollmill.inference.embedded.cache import KVCache
-from rollmill.inference.embedded.paged_triton import Plan, heads_together, kept
+from rollmill.inference.embedded.kernels import paged_triton
+from rollmill.inference.embedded.kernels.paged_triton import Plan, heads_together, kept
 from rollmill.models.kernels.attention.ordered_triton import LOG2_E, shape_of, weigh
 from rollmill.models.kernels.attention.rotate_triton import turned
 from rollmill.models.kernels.small_batch_triton import begin, starts_early

@@ -20,7 +20,7 @@ from rollmill.errors import ConfigError
 from rollmill.launch.autoscaler import Balance, has_room, read_decisions
 from rollmill.launch.launcher import Launcher
 from rollmill.launch.rescale import read_scale
-from rollmill.runs.autoscale_rule import BalanceConfig, Balancer, Sample, Shares, decide, describe
+from rollmill.runs.configuration.autoscale_rule import BalanceConfig, Balancer, Sample, Shares, decide, describe
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.shared.addresses import key_of
 from rollmill.storage.database import open_database
@@ -165,7 +165,8 @@ class SmallConfig(Config):
 
 
 class Small:
-    """`[cluster] kind = "tests.runs.test_autoscale_rule:Small"`: a cluster with `places` for engines, so it says."""
+    """`[cluster] kind = "tests.runs.configuration.test_autoscale_rule:Small"`: a cluster with `places` for engines,
+    so it says."""
 
     elsewhere = True
 
@@ -203,7 +204,7 @@ def test_a_cluster_without_room_and_engines_that_never_come(
     said: list[str],
 ) -> None:
     monkeypatch.setattr("rollmill.launch.autoscaler.LOOK_S", 0.01)
-    cluster = f"cluster={{kind='tests.runs.test_autoscale_rule:Small',places={places}}}"
+    cluster = f"cluster={{kind='tests.runs.configuration.test_autoscale_rule:Small',places={places}}}"
     run = make_run(cluster, "engines=[{count=2}]", "balance.scale=auto", "balance.window_s=1")
     telemetry.open_events(run.events, "supervisor")
     Objects.open(run.home_store).put(key_of("gateway"), json.dumps({"url": run.url("gateway")}).encode())

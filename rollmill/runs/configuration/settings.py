@@ -32,10 +32,10 @@ from rollmill.machines.pool import PoolConfig
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.models.counts import all_parameters
 from rollmill.rollouts.config import LONGEST_ANSWER, SHORTEST_ANSWER, DispatcherConfig, RolloutConfig
-from rollmill.runs.autoscale_rule import BalanceConfig
-from rollmill.runs.cluster_section import ClusterSection
-from rollmill.runs.paths import with_absolute_paths
-from rollmill.runs.shape import model_of_checkpoint, shortened
+from rollmill.runs.configuration.autoscale_rule import BalanceConfig
+from rollmill.runs.configuration.cluster_section import ClusterSection
+from rollmill.runs.configuration.paths import with_absolute_paths
+from rollmill.runs.configuration.shape import model_of_checkpoint, shortened
 from rollmill.runs.sink import SinkSection
 from rollmill.runs.upgrade import refuse_moved
 from rollmill.training.config import lr_by_size

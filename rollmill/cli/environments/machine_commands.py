@@ -166,7 +166,7 @@ def shell(
     import asyncio
     import sys
 
-    from rollmill.cli import machine_shell
+    from rollmill.cli.environments import machine_shell
     from rollmill.errors import ConfigError
 
     if (run is None) != (episode is None):

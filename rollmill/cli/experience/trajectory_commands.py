@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.filters import (
+from rollmill.cli.experience.filters import (
     LengthRange,
     RewardRange,
     Solved,
@@ -216,7 +216,7 @@ def show(
     """
     from rich.console import Console
 
-    from rollmill.cli import transcript
+    from rollmill.cli.experience import transcripts as transcript
 
     if (Path(id) / "run.json").exists():
         raise ConfigError(
@@ -449,7 +449,7 @@ def _table(rows: list[TrajectoryRow], names: list[str], longest_reason: int) -> 
 
 
 def _cells(row: TrajectoryRow) -> Iterator[Text]:
-    from rollmill.cli.transcript import STATES, duration, reward_text, safe, versions
+    from rollmill.cli.experience.transcripts import STATES, duration, reward_text, safe, versions
 
     yield safe(row.id, "bold")
     yield safe(row.state, STATES[row.state])

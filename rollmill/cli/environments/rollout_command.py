@@ -75,7 +75,7 @@ async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, tempe
 def _print(played: Played, longest: float, answer_tokens: int) -> None:
     from rich.console import Console
 
-    from rollmill.cli.transcript import print_grades, print_messages, safe
+    from rollmill.cli.experience.transcripts import print_grades, print_messages, safe
 
     console = Console(highlight=False)
     episode = played.episode

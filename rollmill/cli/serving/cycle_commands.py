@@ -120,7 +120,7 @@ def explain(
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.cli.gate import metrics_table
+    from rollmill.cli.serving.gate_command import metrics_table
     from rollmill.errors import RollmillError
 
     journal = _journal(directory)
