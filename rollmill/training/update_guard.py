@@ -22,6 +22,7 @@ MOST_TOKENS = 2048
 _LEAST_KEPT = 0.0625  # below it the update is undone
 _LEAST_ESS = 0.5
 _ENTROPY_ROOM = 0.1  # nats: changes below it are noise
+_MOST_LOG_RATIO = 2.3  # a factor of 10; a token that was nearly impossible before would decide alone without it
 
 
 class Takeable(Protocol):
@@ -81,9 +82,9 @@ def few_sequences(sequences: Sequence[PackedSequence]) -> list[PackedSequence]:
 
 
 def measure_move(before: Sampled, after: Sampled) -> Move:
-    delta_M = (after.logprobs_M - before.logprobs_M).double()
-    weights_M = delta_M.clamp(max=60.0).exp()
+    delta_M = (after.logprobs_M - before.logprobs_M).double().clamp(max=_MOST_LOG_RATIO)
+    weights_M = delta_M.exp()
     ess = weights_M.sum() ** 2 / (len(weights_M) * weights_M.square().sum())
-    drift = (delta_M.clamp(max=60.0).expm1() - delta_M).mean()
+    drift = (weights_M - 1 - delta_M).mean()
     entropies = [each.entropies_M.double().mean() for each in (after, before)]
     return Move(*torch.stack([drift, ess, *entropies]).tolist())

@@ -46,6 +46,17 @@ def test_a_move_is_measured_on_the_same_tokens() -> None:
     assert (move.entropy, move.entropy_before) == pytest.approx((0.5, 0.7))
 
 
+def test_a_single_token_that_was_nearly_impossible_does_not_decide() -> None:
+    before = Sampled(torch.full((1000,), -0.1), torch.full((1000,), 0.1))
+    one = before.logprobs_M.clone()
+    one[0] += 8.0  # its ratio alone would be a KL divergence of 3 and a sample size of 0.002
+    assert measure_move(before, before._replace(logprobs_M=one)).too_far(0.2) is None
+    assert measure_move(before, before._replace(logprobs_M=before.logprobs_M - 2.0)).too_far(0.2) is not None
+    many = before.logprobs_M.clone()
+    many[::20] += 8.0
+    assert measure_move(before, before._replace(logprobs_M=many)).too_far(0.2) is not None
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_part_of_an_update_is_taken_back(kind: Any) -> None:
     """Half of it gives what half the learning rate gives; all of it, the weights of before."""
