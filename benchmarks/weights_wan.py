@@ -131,7 +131,7 @@ def fetch_whole(objects: Objects, engine: Engine, last: Update) -> str:
 def serve_home(folder: Path) -> None:
     from aiohttp import web
 
-    from rollmill.storage.http import object_app
+    from rollmill.storage.object_server import object_app
 
     app = object_app(Objects.open(folder))
     web.run_app(app, host="127.0.0.1", port=0, print=lambda text: _say(text=text))

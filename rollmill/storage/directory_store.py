@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from rollmill.errors import ObjectExists, ObjectMissing, StorageError
-from rollmill.storage.objects import Stat, look_until
+from rollmill.storage.backend import Stat, look_until
 
 _STAGING = ".staging"
 _PIECE = 4 << 20  # bytes of a file that are in memory

@@ -3,7 +3,7 @@
     directory path, file://   files under a folder, each write durable before the call returns (directory_store.py)
     s3://, gs://, az://       through obstore; credentials, region and endpoint come from the environment (below)
     memory://                 through obstore; private to this object, for tests
-    http://, https://         read-only view of another region's store (http.py)
+    http://, https://         read-only view of another region's store (http.py; object_server.py answers)
 
 Environment of an s3:// store: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION. For a server other than Amazon's
 also AWS_ENDPOINT_URL=http://host:port, and AWS_ALLOW_HTTP=true if that is not https.
@@ -21,21 +21,19 @@ import builtins
 import io
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
-from rollmill.backoff import Backoff
 from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
+from rollmill.storage.backend import PATIENCE_SECONDS, Backend, Stat, look_until
 
 # Characters that are safe on every store and file system. A leading dot is reserved for the stores' own files.
 _SEGMENT = re.compile(r"[A-Za-z0-9_=@+:,-][A-Za-z0-9._=@+:,-]*")
 _LONGEST_SEGMENT = 200
 _LONGEST_KEY = 900
-PATIENCE_SECONDS = 15.0
 _LARGE_OBJECT = 32 << 20  # larger objects are written from a file
 _LARGE_WRITE = 1 << 20  # larger writes get a longer timeout
 _LARGE_WRITE_SECONDS = 60.0
@@ -43,27 +41,6 @@ _SLOWEST_GET_SECONDS = 600.0  # as long as bytes keep arriving
 _SERVICES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
 _PAST_THE_END = ("416 Range Not Satisfiable", "Invalid range")  # replies to a range that starts at the end
-
-
-class Stat(NamedTuple):
-    bytes: int
-    modified: float  # when it was written, by the store's clock, seconds since the epoch
-
-
-class Backend(Protocol):
-    """What a store must provide. Keys have been validated."""
-
-    def get(self, key: str) -> bytes: ...
-    def get_range(self, key: str, start: int, length: int) -> bytes: ...
-    def put(self, key: str, data: bytes) -> None: ...
-    def create(self, key: str, data: bytes) -> None: ...
-    def create_from(self, key: str, file: IO[bytes]) -> None: ...
-    def stat(self, key: str) -> Stat | None: ...
-    def list(self, prefix: str) -> builtins.list[str]: ...
-    def stats(self, prefix: str) -> dict[str, Stat]: ...
-    def folders(self, prefix: str) -> builtins.list[str]: ...
-    def delete(self, keys: Sequence[str]) -> None: ...
-    def wait_for(self, key: str, seconds: float) -> bytes | None: ...
 
 
 def store_of_run(store: str, run_id: str) -> str:
@@ -197,16 +174,6 @@ def _valid(key: str) -> str:
 def _valid_folder(prefix: str) -> str:
     prefix = prefix.removesuffix("/")
     return _valid(prefix) if prefix else ""
-
-
-def look_until(is_there: Callable[[], bool], seconds: float, longest_pause: float) -> bool:
-    """Poll with growing pauses until `is_there`, for at most `seconds`: for stores that cannot notify."""
-    backoff = Backoff(0.02, longest_pause, patience=seconds, factor=1.5)
-    while not is_there():
-        if not backoff.left():
-            return False
-        time.sleep(min(backoff.failed(), backoff.left()))
-    return True
 
 
 class _ObstoreBackend:

@@ -26,7 +26,7 @@ from aiohttp import web
 
 from rollmill import telemetry
 from rollmill.errors import StorageError, WeightsError
-from rollmill.storage.http import object_app
+from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.weights import Follower, HostTensor, Mirror, Publisher, WeightStore
 from rollmill.weights.format.manifest import describe, root_digest

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.relay import Relay
 from rollmill.errors import ObjectMissing, ObjectTruncated, StorageError
-from rollmill.storage.http import object_app
+from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from tests.storage.serving import Front, port_of, served
 

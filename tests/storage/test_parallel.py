@@ -9,7 +9,7 @@ import pytest
 from benchmarks.relay import Relay
 from rollmill.errors import ObjectMissing, ObjectTruncated, StorageError
 from rollmill.storage import parallel
-from rollmill.storage.http import object_app
+from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.storage.parallel import Uploads, read_ranges
 from tests.storage.serving import Front, new_bucket, port_of, s3_options, s3_server, served

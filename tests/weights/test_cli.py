@@ -14,7 +14,7 @@ from rollmill.errors import ConfigError, WeightsError
 from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.runs.prepare import keep_tokenizer
 from rollmill.runs.run import RunDirectory
-from rollmill.storage.http import object_app
+from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Publisher, WeightStore

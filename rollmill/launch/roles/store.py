@@ -6,7 +6,7 @@ from aiohttp import web
 
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.trust import server_tls
-from rollmill.storage.http import object_app
+from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 
 

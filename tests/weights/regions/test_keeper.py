@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.relay import Relay
 from rollmill import telemetry
-from rollmill.storage.http import object_app
+from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Publisher, WeightStore

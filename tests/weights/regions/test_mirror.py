@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import StorageError, WeightsError
-from rollmill.storage.http import object_app
+from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Mirror, Publisher, WeightStore
