@@ -32,7 +32,7 @@ from rollmill.models.attention import packed_positions
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import load_host, to_host
-from rollmill.models.kernels.attention.varlen import packed_attention
+from rollmill.models.packed_attention import packed_attention
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor

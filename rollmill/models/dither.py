@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollmill.models.host_tensors import DTYPES
+from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.kernels.quantised import nvfp4
 from rollmill.models.kernels.quantised.fp8 import BLOCK
-from rollmill.models.quantize import is_quantised, quantises
+from rollmill.models.quantize import quantises
 
 _PIECE = 1 << 24  # elements drawn at once
 _BITS = {torch.bfloat16: 8, torch.float16: 11}  # significant ones; fp8's codes have 4

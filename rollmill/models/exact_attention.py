@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from rollmill.errors import ConfigError
 from rollmill.models.attention import Attend, PackedAttention
+from rollmill.models.kernels.attention.varlen import values_in_keys
 from rollmill.models.kernels.call import call
 
 if TYPE_CHECKING:
@@ -101,11 +102,6 @@ def gradients_of(function: Callable[..., Tensor], tensors: Sequence[Tensor], gra
     with torch.enable_grad():
         out = function(*inputs)
     return torch.autograd.grad(out, inputs, grad)
-
-
-def values_in_keys(keys: Tensor, values: Tensor) -> bool:
-    """Whether values are the first columns of the keys, as with latents."""
-    return keys.data_ptr() == values.data_ptr()
 
 
 class ExactAttention:

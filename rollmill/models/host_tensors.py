@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
+from rollmill.models.kernels.forms import is_quantised
+from rollmill.models.quantize import dequantise_into, host_tensor, layout_of_parts, quantise_state, round_parameters_
 from rollmill.weights.format.chunk_audit import audit_host
 from rollmill.weights.format.manifest import Layout, TensorEntry, describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
@@ -32,8 +34,6 @@ _CODES = ("fp8_e4m3", "fp4x2")  # dtypes that only quantised forms have
 def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTensor]:
     """The bytes of `form`, rounded to nearest if parameters are wider."""
     if is_quantised(form):
-        from rollmill.models.quantize import quantise_state
-
         return quantise_state(state, form)
     tensors = {}
     for name, tensor in state.items():
@@ -42,20 +42,10 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
     return tensors
 
 
-def host_tensor(values: Tensor, kind: str, dtype: torch.dtype) -> HostTensor:
-    """A copy in host memory, as `kind`, which torch calls `dtype`. A copy from a GPU goes into pinned memory, which the
-    GPU writes directly and torch keeps for the next copy. Fresh pages would have to be found and cleared by the system
-    one by one."""
-    copy = torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda).copy_(values)
-    return HostTensor(kind, tuple(values.shape), copy.view(-1).view(torch.uint8).numpy())
-
-
 @torch.no_grad()
 def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
     """Copies host bytes into the parameters, only those in `changed` if given. No parameter changes unless all fit."""
     if any(tensor.dtype in _CODES for tensor in tensors.values()):
-        from rollmill.models.quantize import dequantise_into
-
         dequantise_into(model, tensors, changed)
         return
     state = model.state_dict()
@@ -67,8 +57,6 @@ def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iter
 def layout_in(state: Mapping[str, Tensor], form: str) -> Layout:
     """The names, dtypes and shapes that `to_host` gives, without looking at values."""
     if is_quantised(form):
-        from rollmill.models.quantize import layout_of_parts
-
         parts = [layout_of_parts(name, tensor, form) for name, tensor in state.items()]
         return tuple(sorted((name, *entry) for each in parts for name, entry in each.items()))
     return tuple(sorted((name, _kept(name, form), tuple(tensor.shape)) for name, tensor in state.items()))
@@ -139,21 +127,12 @@ def round_to_form_(parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], 
     Quantised forms need names, because only some parameters are quantised."""
     named = [item if isinstance(item, tuple) else ("", item) for item in parameters]
     if is_quantised(form):
-        from rollmill.models.quantize import round_parameters_
-
         assert all(name for name, _ in named), "pairs of name and parameter"
         round_parameters_(named, form)
         return
     dtype = _dtype(form)
     for _, parameter in named:
         parameter.copy_(parameter.to(dtype))
-
-
-def is_quantised(form: str) -> bool:
-    """Whether the bytes of a form are codes with scales."""
-    from rollmill.models import quantize
-
-    return quantize.is_quantised(form)
 
 
 def _kept(name: str, form: str) -> str:

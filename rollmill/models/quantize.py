@@ -23,12 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
-from rollmill.models.host_tensors import host_tensor
 from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.weights.format.manifest import TensorEntry
 from rollmill.weights.format.tensors import HostTensor
 
-FORMS = ("fp8", "nvfp4")
 SCALE, POWER = ".scale", ".scale2"
 _KEPT_WIDE = ".router.bias"
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -39,10 +37,6 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "fp4x2": torch.uint8,
 }
 _PIECE = 1 << 24  # elements quantised at once: bounds the extra memory to a few times this
-
-
-def is_quantised(form: str) -> bool:
-    return form in FORMS
 
 
 def quantises(name: str, tensor: Tensor) -> bool:
@@ -226,6 +220,14 @@ def served_type(name: str) -> torch.dtype:
 def _to_host(values: Tensor) -> HostTensor:
     kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
     return host_tensor(values, kinds[values.dtype], values.dtype)
+
+
+def host_tensor(values: Tensor, kind: str, dtype: torch.dtype) -> HostTensor:
+    """A copy in host memory, as `kind`, which torch calls `dtype`. A copy from a GPU goes into pinned memory, which the
+    GPU writes directly and torch keeps for the next copy. Fresh pages would have to be found and cleared by the system
+    one by one."""
+    copy = torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda).copy_(values)
+    return HostTensor(kind, tuple(values.shape), copy.view(-1).view(torch.uint8).numpy())
 
 
 def place(tensor: HostTensor, device: torch.device) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollmill.models.decoder import Decoder, DecoderOutput
-from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.models.kernels.fused import fp32_linear
 from rollmill.models.kernels.heads.head import PIECE_ELEMENTS, head_logprobs, head_next_token
 from rollmill.models.moe import Replay
+from rollmill.models.packed_attention import packed_attention
 from rollmill.models.shaping import shape_logits
 from rollmill.training.batching import MicroBatch
 from rollmill.training.loss import next_token_loss, target_logprobs

@@ -21,8 +21,8 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, DecoderOutput
 from rollmill.models.device import Device, decoder_on
 from rollmill.models.host_tensors import load_host, to_host
-from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.models.moe import Replay
+from rollmill.models.packed_attention import packed_attention
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.line_follower import Update

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rollmill.models.dither import dithered
-from rollmill.models.quantize import is_quantised, round_into
+from rollmill.models.kernels.forms import is_quantised
+from rollmill.models.quantize import round_into
 
 NAME = "layers.0.mlp.down"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rollmill.models.attention import PackedAttention
-from rollmill.models.kernels.attention.varlen import packed_attention
+from rollmill.models.packed_attention import packed_attention
 from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 
 pytest.importorskip("triton")

@@ -15,11 +15,11 @@ from rollmill.models.attention import PackedAttention, packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder, DecoderOutput
 from rollmill.models.kernels import forms, rows
-from rollmill.models.kernels.attention.varlen import packed_attention
-from rollmill.models.kernels.forms import seen
+from rollmill.models.kernels.forms import FORMS, seen
 from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.models.moe import Replay
-from rollmill.models.quantize import FORMS, round_parameters_
+from rollmill.models.packed_attention import packed_attention
+from rollmill.models.quantize import round_parameters_
 from tests.kernels import DEVICE, INTERPRETED, without_kernels
 from tests.models.reference import TINY, make_decoder
 from tests.models.test_quantize import blocks, draw

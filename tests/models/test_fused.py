@@ -11,10 +11,10 @@ from torch import Tensor
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import round_to_form_
-from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.models.kernels.fused import fuses
 from rollmill.models.kernels.grouped import sort_by_expert
 from rollmill.models.moe import Replay
+from rollmill.models.packed_attention import packed_attention
 from tests.kernels import DEVICE, INTERPRETED, devices, without_kernels
 
 LAYERS, LENGTHS = (2, [5, 1, 3]) if INTERPRETED else (3, [70, 33, 70])

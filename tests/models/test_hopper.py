@@ -24,8 +24,9 @@ from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import round_to_form_
-from rollmill.models.kernels.attention.varlen import VarlenAttention, packed_attention
+from rollmill.models.kernels.attention.varlen import VarlenAttention
 from rollmill.models.kernels.heads.head import head_logprobs, head_next_token
+from rollmill.models.packed_attention import packed_attention
 from rollmill.models.updates.delta import audit, difference_streams, prepare
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer

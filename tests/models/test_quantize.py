@@ -13,13 +13,12 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
+from rollmill.models.kernels.forms import FORMS, is_quantised
 from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.models.quantize import (
-    FORMS,
     dequantise,
     dequantise_into,
     dequantised,
-    is_quantised,
     quantise,
     quantise_state,
     round_parameters_,

@@ -21,7 +21,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.layouts import named_views
-from rollmill.models.kernels.attention.varlen import packed_attention
+from rollmill.models.packed_attention import packed_attention
 from rollmill.types import Sampling
 from tests.models.checkpoints import LAYOUTS, load_checkpoint, make_checkpoint, our_logits, tokens_of
 from tests.models.reference import TINY, make_decoder

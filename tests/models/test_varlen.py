@@ -16,7 +16,8 @@ from torch import Tensor
 from rollmill.models.attention import PackedAttention
 from rollmill.models.device import uncollected
 from rollmill.models.kernels.attention import varlen
-from rollmill.models.kernels.attention.varlen import VarlenAttention, packed_attention
+from rollmill.models.kernels.attention.varlen import VarlenAttention
+from rollmill.models.packed_attention import packed_attention
 from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 from tests.models import test_fused
 

@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.device import decoder_on
-from rollmill.models.kernels.attention.varlen import VarlenAttention, packed_attention
+from rollmill.models.kernels.attention.varlen import VarlenAttention
 from rollmill.models.kernels.call import call
+from rollmill.models.packed_attention import packed_attention
 from rollmill.training.config import TrainingConfig
 from rollmill.training.memory_estimate import fitting_tokens, kept_bytes, recomputes_mlp
 from rollmill.training.pass_size import fitted

@@ -24,12 +24,17 @@ from torch.autograd import Function
 from rollmill.models.kernels import exact as exact_products
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.quantised import fp8, nvfp4
-from rollmill.models.quantize import is_quantised
 
+FORMS = ("fp8", "nvfp4")  # quantised ones
 # Rows for which BLAS on Arm is faster with the weight as its left side, because it copies the right side into another
 # order: 1.1 to 1.4 times for 32 rows. For fewer rows it does not copy, and for more rows it does not matter. Not
 # measured on x86-64, whose BLAS is another one.
 FEW_ROWS = range(8, 129) if platform.machine() == "aarch64" else range(0)
+
+
+def is_quantised(form: str) -> bool:
+    """Whether the bytes of a form are codes with scales."""
+    return form in FORMS
 
 
 def seen(x_NI: Tensor, form: str) -> Tensor:

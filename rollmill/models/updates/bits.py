@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,3 +48,9 @@ def packed_bits(flags: Tensor) -> Tensor:
     """Eight flags per byte, the first in the highest bit. The number of flags is a multiple of eight."""
     places = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=flags.device)
     return (flags.view(-1, 8).to(torch.uint8) * places).sum(1, dtype=torch.uint8)
+
+
+def elements(data: np.ndarray, form: torch.dtype) -> Tensor:
+    """Bytes or integers as integers of the form's width. Shares the memory if it is writable."""
+    flat = data.reshape(-1).view(f"i{form.itemsize}")
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())  # torch needs writable memory even to read

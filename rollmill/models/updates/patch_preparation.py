@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.triton import current, has_triton
-from rollmill.models.updates.bits import INTEGERS, bits_of, widened
+from rollmill.models.updates.bits import INTEGERS, bits_of, elements, widened
 from rollmill.models.updates.device_audit import Audited, audit_many
 
 if TYPE_CHECKING:
@@ -192,9 +192,3 @@ class TorchChange:
 
     def audits(self) -> list[int]:
         return audit_many(self._audited)
-
-
-def elements(data: np.ndarray, form: torch.dtype) -> Tensor:
-    """Bytes or integers as integers of the form's width. Shares the memory if it is writable."""
-    flat = data.reshape(-1).view(f"i{form.itemsize}")
-    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())  # torch needs writable memory even to read

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from rollmill.models.triton import current
 from rollmill.models.updates.apply_triton import AuditTables, ScatterTable, audit_tables, run_audits, scatter_table
-from rollmill.models.updates.bits import INTEGERS, bits_of, widened
+from rollmill.models.updates.bits import INTEGERS, bits_of, elements, widened
 from rollmill.models.updates.device_audit import Audited, audit_many, is_compiled
-from rollmill.models.updates.patch_preparation import elements
 
 if TYPE_CHECKING:
     from rollmill.weights.reading.patches import Patch

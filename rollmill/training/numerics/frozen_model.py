@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.host_tensors import is_quantised, round_to_form_
+from rollmill.models.host_tensors import round_to_form_
+from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.moe import Replay
 from rollmill.training.batching import MicroBatch
 from rollmill.training.ranks import Placement

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.models.moe import router_stats
+from rollmill.models.packed_attention import packed_attention
 from rollmill.training.batching import MicroBatch
 from rollmill.training.numerics.graphs import MOST as GRAPHS
 from rollmill.training.numerics.graphs import GraphedPasses

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import TrainingError
-from rollmill.models.host_tensors import DTYPES, is_quantised, round_to_form_
+from rollmill.models.host_tensors import DTYPES, round_to_form_
+from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.kernels.fused import fuses
 from rollmill.models.quantize import quantises
 from rollmill.training.config import OptimizerConfig

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.host_tensors import is_quantised, layout_in, to_host
+from rollmill.models.host_tensors import layout_in, to_host
+from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.quantize import quantises
 from rollmill.training.parallel.row_layout import Rows, Shards, local, part_rows, whole_matrix, whole_state
 from rollmill.types import Version

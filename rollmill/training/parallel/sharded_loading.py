@@ -20,6 +20,7 @@ from rollmill.models import host_tensors as host
 from rollmill.models import quantize
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, initial_values
+from rollmill.models.kernels.forms import is_quantised
 from rollmill.training.parallel.row_layout import Shards, local, part_rows, whole_state
 from rollmill.types import Version
 from rollmill.weights.format.manifest import TensorEntry
@@ -45,7 +46,7 @@ def fill_rows(model: Decoder, shards: Shards, batches: Iterable[Tensors]) -> Non
 def stored_rows(model: Decoder, shards: Shards, store: WeightStore, version: Version, form: str) -> Iterator[Tensors]:
     """This rank's rows of a version. Raises WeightsError before anything is read if it is of another model."""
     entries = {entry.name: entry for entry in store.manifest(version, form).tensors}
-    check = quantize.check_layout if quantize.is_quantised(form) else host.check_layout
+    check = quantize.check_layout if is_quantised(form) else host.check_layout
     check(whole_state(model, shards), entries)
     groups: dict[str, dict[str, RowRange]] = {}
     for entry in entries.values():

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rollmill.models.attention import Attend
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels.attention.varlen import packed_attention
 from rollmill.models.moe import Replay, Routing, expert_counts
+from rollmill.models.packed_attention import packed_attention
 from rollmill.training.batching import MicroBatch
 from rollmill.training.parallel.collectives import share_rows, share_sum
 from rollmill.training.parallel.context_parallel import ContextAttention

@@ -14,8 +14,9 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import compute_dtype
 from rollmill.models.dither import dithered
+from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.moe import Replay
-from rollmill.models.quantize import is_quantised, quantises
+from rollmill.models.quantize import quantises
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
-from rollmill.models.exact_attention import values_in_keys
 from rollmill.models.kernels.attention.ordered_triton import attend_pages, shape_of
+from rollmill.models.kernels.attention.varlen import values_in_keys
 
 ROWS = 64  # query rows in a tile of several positions
 _FEWEST_ROWS = 16  # that tensor cores need

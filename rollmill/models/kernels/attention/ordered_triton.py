@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollmill.models.exact_attention import values_in_keys
 from rollmill.models.kernels.attention.packed_triton import Tiles
+from rollmill.models.kernels.attention.varlen import values_in_keys
 
 KEYS = 64  # at once
 ROWS = 128  # of a tile of packed rows

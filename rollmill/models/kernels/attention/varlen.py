@@ -11,31 +11,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from rollmill.models.attention import Attend, PackedAttention
 from rollmill.models.kernels.call import call
 from rollmill.models.triton import has_triton
 
 if TYPE_CHECKING:
     from rollmill.models.kernels.attention.packed_triton import Tiles
 
-_HALF = (torch.bfloat16, torch.float16)
 _WIDE = 64  # up to this head width our kernels are as fast as cuDNN
-
-
-def packed_attention(
-    lengths: Sequence[int], device: torch.device | str, dtype: torch.dtype, exact: bool = False
-) -> Attend:
-    """The attention for packed sequences of `lengths` on `device`, for a model that computes in `dtype`."""
-    device = torch.device(device)
-    if exact:
-        from rollmill.models.exact_attention import ExactAttention, OrderedAttention
-
-        if has_triton(device):
-            return OrderedAttention(lengths, device, packed_attention(lengths, device, dtype))
-        return ExactAttention(lengths)
-    if device.type == "cuda" and dtype in _HALF:
-        return VarlenAttention(lengths, device)
-    return PackedAttention(lengths, device)
 
 
 class _Flash(Function):
@@ -70,6 +52,11 @@ def flash(
     v_TKD = _wide(v_TKE, q_NHD.shape[2])
     out_NHD = call(_Flash, *(_aligned(each) for each in (q_NHD, k_TKD, v_TKD)), starts, longest)
     return out_NHD[..., : v_TKE.shape[2]].flatten(1)
+
+
+def values_in_keys(keys: Tensor, values: Tensor) -> bool:
+    """Whether values are the first columns of the keys, as with latents."""
+    return keys.data_ptr() == values.data_ptr()
 
 
 def _wide(v_TKE: Tensor, dim: int) -> Tensor:
