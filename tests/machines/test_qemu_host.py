@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from rollmill.machines.qemu.vm import Saved
 STAND_IN = """#!{python} -IS
 import json, os, re, select, sys
 sys.path.insert(0, {code!r})
-import wire
+import frames as wire
 words = " ".join(sys.argv)
 monitor, init = (int(re.search("id=%s,fd=([0-9]+)" % name, words)[1]) for name in ("monitor", "init"))
 def note(**fields):
@@ -67,7 +68,7 @@ class StandInQemu:
         self._log.touch()
         code = Path(launch.__file__).parents[1] / "guest"
         (directory / "code").mkdir()
-        shutil.copy(code / "wire.py", directory / "code")
+        shutil.copy(code / "frames.py", directory / "code")
         text = STAND_IN.format(python=sys.executable, code=str(directory / "code"), log=str(self._log))
         program.write_text(text)
         program.chmod(0o755)
@@ -149,6 +150,26 @@ async def test_kvm_is_used_if_a_guest_boots_in_time(
     assert await tried(tmp_path / "kvm", QemuConfig(accelerator="kvm")) == ["kvm", "kvm"]
     assert await tried(tmp_path / "kvm", QemuConfig(accelerator="tcg")) == ["tcg", "tcg"]
     assert "no guest boots with KVM" in whys[0] and "there is no" in whys[1] and whys[2:] == ["", ""]
+
+
+def test_the_code_of_a_guest_needs_no_other_code() -> None:
+    program = "import sys, rollmill.machines.qemu.init; print(*[m for m in sys.modules if m.startswith('rollmill.')])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shipped = {f"rollmill.machines.qemu.{name.removesuffix('.py')}" for name in initramfs._GUEST_CODE}
+    imported = [name for name in run.stdout.split() if not name.startswith("rollmill.machines.guest")]
+    assert set(imported) == {"rollmill.machines", "rollmill.machines.qemu", *shipped}
+
+
+def test_nothing_begins_whose_parent_has_already_ended() -> None:
+    """The kernel does not signal the death of a parent that died before it was asked to."""
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        pytest.skip("no setpriv")
+    words = [*launch.guard(setpriv), "echo", "begun", "$0"]
+    assert subprocess.run(words, capture_output=True, check=True).stdout == b"begun $0\n"
+    words[words.index(str(os.getpid()))] = str(os.getppid())  # what it would see: its parent is another process
+    ended = subprocess.run(words, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, b"")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives QEMU a user of its own")

@@ -39,14 +39,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+from rollmill.machines.guest import computer, layout, seccomp, terminal
 from rollmill.machines.guest import file_requests as files
 from rollmill.machines.guest import frames as wire
-from rollmill.machines.guest import layout, seccomp, terminal
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.guest import run_command as command
 from rollmill.machines.guest.processes import COMMAND_MARK, MOST, Process, Processes
 from rollmill.machines.guest.usage import Watchdog
-from rollmill.machines.namespace import computer, emulation
 
 _WATCH_INTERVAL_S, _SELDOM_S = 0.05, 1.0
 _IDLE_S = 0.1  # a request that comes sooner than this would have to wait while a process is made ahead
@@ -77,7 +76,7 @@ class Limits(NamedTuple):
     # The machine has a kernel of its own, probably emulated: that kernel counts, pid 1 only seldom, and a process is
     # made before its command is known. What else runs in the machine sees that process.
     own_kernel: bool = False
-    emulates: str | None = None  # the architecture of the machine's programs, if it is not the host's
+    emulation: str | None = None  # the rule by which the kernel starts the emulator of the machine's programs
 
     def confinement(self) -> command.Confinement:
         wanted = {
@@ -98,7 +97,7 @@ class Limits(NamedTuple):
         for which, value in wanted.items():
             _, hard = resource.getrlimit(which)
             rlimits[which] = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        return command.Confinement(rlimits, self.filter, warm=self.emulates is None, apart=self.apart)
+        return command.Confinement(rlimits, self.filter, warm=self.emulation is None, apart=self.apart)
 
 
 class Plan(NamedTuple):
@@ -130,7 +129,7 @@ class Plan(NamedTuple):
             -1,
             _SELDOM_S if limits.own_kernel else _WATCH_INTERVAL_S,
         )
-        rule = None if limits.emulates is None else emulation.rule(limits.emulates)
+        rule = None if limits.emulation is None else limits.emulation.encode()
         return cls(limits.own_user, mounts, limits.confinement(), watchdog, limits.own_kernel, rule)
 
 

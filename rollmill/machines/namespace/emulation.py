@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from rollmill.machines.guest import layout
 from rollmill.machines.guest import linux as kernel
+from rollmill.machines.qemu.parts import kernel_directory
 
 if TYPE_CHECKING:
     from rollmill.machines.machine import Machine
@@ -36,8 +37,6 @@ _MOST_SLOWDOWN = 100.0
 
 def find(architecture: str) -> str | None:
     """The emulator of an architecture on this host. It must need no library: a machine has none for it."""
-    from rollmill.machines.qemu.parts import kernel_directory  # not there when a machine imports this
-
     fetched = str(kernel_directory(architecture) / name_of(architecture))
     for name in (fetched, *names_of(architecture)):
         path = shutil.which(name)
@@ -75,7 +74,7 @@ def other() -> str:
     return next(name for name in _ELF_MACHINES if name != platform.machine())
 
 
-def rule(architecture: str) -> bytes:
+def rule(architecture: str) -> str:
     """What makes the kernel start the emulator: programs (2) and position-independent ones (3) of this architecture.
 
     F: the emulator is opened now, so programs find it wherever they are.
@@ -83,7 +82,7 @@ def rule(architecture: str) -> bytes:
     magic = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HH", 2, _ELF_MACHINES[architecture])
     mask = b"\xff" * 7 + b"\x00" + b"\xff" * 8 + b"\xfe\xff\xff\xff"
     words = ("".join(f"\\x{byte:02x}" for byte in part) for part in (magic, mask))
-    return f":{architecture}:M::{':'.join(words)}:{layout.EMULATOR}:F".encode()
+    return f":{architecture}:M::{':'.join(words)}:{layout.EMULATOR}:F"
 
 
 async def measure_slowdown(machine: Machine, plain: Machine) -> float:

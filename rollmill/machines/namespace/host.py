@@ -71,7 +71,7 @@ class Host:
         memory_counted = self._groups is not None and "memory" in self._groups.controllers
         self._limits = agent.Limits(
             **state["limits"],
-            emulates=state["emulates"],
+            emulation=state["emulation"],
             own_user=self._identities > 1,
             memory_counted=memory_counted,
             apart=memory_counted and self._groups is not None and self._groups.apart,

@@ -50,7 +50,7 @@ def main() -> None:
         "identities": identities,
         "groups": groups,
         "packages": packages is not None,
-        "emulates": architecture,
+        "emulation": None if architecture is None else emulation.rule(architecture),
     }
     for file in (control.fileno(), *(groups.parents.values() if groups else ())):
         os.set_inheritable(file, True)

@@ -29,9 +29,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollmill.machines.guest import layout
+from rollmill.machines.guest import computer, layout
 from rollmill.machines.guest import linux as kernel
-from rollmill.machines.namespace import computer, emulation
+from rollmill.machines.namespace import emulation
 
 _STAGE = "/tmp"  # noqa: S108  any directory that always exists: covered in our own mount namespace only
 USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")

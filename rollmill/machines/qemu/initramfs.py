@@ -28,8 +28,8 @@ from typing import IO
 import zstandard
 
 from rollmill.errors import MachineError
-from rollmill.machines.guest import layout
-from rollmill.machines.namespace import computer, root
+from rollmill.machines.guest import computer, layout
+from rollmill.machines.namespace import root
 from rollmill.machines.qemu.cpio import Archive
 from rollmill.machines.qemu.parts import Parts
 from rollmill.machines.qemu.system import add_system
@@ -73,7 +73,7 @@ def build(
 ) -> int:
     """Write the archive of a guest to `file`. Returns the bytes of its files, which it keeps in memory.
 
-    `limits` are those of namespace/agent.py. `extra`: paths of this host. `tree`: the operating system of the image,
+    `limits` are those of guest/agent.py. `extra`: paths of this host. `tree`: the operating system of the image,
     whose programs take the place of this host's. The host reaches the guest by virtio ports, or over vsock.
     """
     archive = Archive()
