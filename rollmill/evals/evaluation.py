@@ -14,7 +14,8 @@ from rollmill.errors import RollmillError, TaskError
 from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
 from rollmill.rollouts.ids import as_id
-from rollmill.rollouts.rollout import Outcome, RolloutContext, rollout_seed, run_rollout
+from rollmill.rollouts.rollout import Outcome, rollout_seed, run_rollout
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Sampling
 
 MAX_FAILED_SHARE = 0.05

@@ -40,7 +40,6 @@ from rollmill.rollouts.ids import as_id
 from rollmill.rollouts.queues import Queue
 from rollmill.rollouts.rollout import (
     Outcome,
-    RolloutContext,
     abandon,
     give_up,
     reason_of,
@@ -49,6 +48,7 @@ from rollmill.rollouts.rollout import (
     run_rollout,
     seal_again,
 )
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.trajectories.claims import RENEW_S, Claims
 from rollmill.trajectories.ledger import GroupRow, Ledger, NewGroup
 from rollmill.trajectories.pace import Pace

@@ -17,7 +17,7 @@ import json
 import logging
 import struct
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zstandard
 from pydantic import BaseModel, ConfigDict
@@ -27,10 +27,8 @@ from rollmill.environments.task_machine import create_machine, make_links
 from rollmill.errors import HarnessError, MachineError, ObjectMissing, RollmillError
 from rollmill.machines.machine import Machine, Snapshot, export, release
 from rollmill.rollouts.clock import Clock
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.objects import Objects
-
-if TYPE_CHECKING:
-    from rollmill.rollouts.rollout import RolloutContext
 
 log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!Q")

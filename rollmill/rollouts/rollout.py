@@ -24,13 +24,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rollmill import telemetry
-from rollmill.environments.harness import Harness, HarnessResult
+from rollmill.environments.harness import HarnessResult
 from rollmill.environments.machine_folder import folder_for
-from rollmill.environments.reward import Grader, wants_final_state
+from rollmill.environments.reward import wants_final_state
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
 from rollmill.errors import (
@@ -43,13 +43,12 @@ from rollmill.errors import (
     StorageError,
     TrajectoryError,
 )
-from rollmill.machines.machine import Machine, MachineHost, release, slowdown
+from rollmill.machines.machine import Machine, release, slowdown
 from rollmill.rollouts import episode_checkpoint as checkpoint
 from rollmill.rollouts import work_diff
 from rollmill.rollouts.clock import Clock
 from rollmill.rollouts.episode_checkpoint import Checkpoint, EpisodeProgress
-from rollmill.rollouts.gateway_client import GatewayClient
-from rollmill.rollouts.grading import Stalls, grade_patiently
+from rollmill.rollouts.grading import grade_patiently
 from rollmill.rollouts.hand_in import (
     HandIn,
     graded_episode,
@@ -58,9 +57,8 @@ from rollmill.rollouts.hand_in import (
     store_hand_in,
     take_hand_in,
 )
-from rollmill.storage.objects import Objects
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.trajectories.schema import seal_facts
-from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)
@@ -68,27 +66,6 @@ GRACE_S = 60.0  # limit of each step around the agent's own time: get a machine,
 _CHECK_S = 1.0  # between two looks at the clock of an episode whose time seems to be over
 _HEALTH_S = 5.0  # how long to ask the gateway whether an engine serves
 _MOVED = "gateway_moved"  # code of a GatewayError
-
-
-@dataclass(frozen=True)
-class RolloutContext:
-    """Everything a rollout needs besides its task. All rollouts of a process share it."""
-
-    gateway: GatewayClient
-    machines: MachineHost  # where agents work
-    grading_machines: MachineHost  # where submissions are graded; usually the same host
-    harness: Harness
-    grader: Grader
-    trajectories: TrajectoryStore
-    objects: Objects
-    line: str = ""  # the line that samples; numbers of versions are of this line
-    timeout_s: float = 120.0
-    grading_timeout_s: float = 300.0
-    attempts: int = 3
-    checkpoint_s: float | None = None  # seconds between two checkpoints of an episode; None: none are kept
-    stalls: Stalls = field(default_factory=Stalls)
-    running: AbstractAsyncContextManager[None] = field(default_factory=contextlib.nullcontext)  # entered while it runs
-    grading: AbstractAsyncContextManager[None] = field(default_factory=contextlib.nullcontext)  # while it is graded
 
 
 @dataclass(frozen=True)

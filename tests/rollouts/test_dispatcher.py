@@ -25,7 +25,7 @@ from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
 from rollmill.rollouts.gateway_client import GatewayClient
-from rollmill.rollouts.rollout import RolloutContext
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger

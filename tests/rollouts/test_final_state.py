@@ -13,7 +13,8 @@ from rollmill.environments.rewards.weighted import WeightedRewards
 from rollmill.errors import RewardError
 from rollmill.machines.machine import Capabilities, Machine, MachineHost, Snapshot
 from rollmill.rollouts.hand_in import load_hand_in
-from rollmill.rollouts.rollout import RolloutContext, regrade
+from rollmill.rollouts.rollout import regrade
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Reward
 from tests.rollouts.world import RUN, World, make_task
 

@@ -13,7 +13,8 @@ from rollmill.evals.evaluation import Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import Dispatcher
-from rollmill.rollouts.rollout import RolloutContext, rollout_seed
+from rollmill.rollouts.rollout import rollout_seed
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace

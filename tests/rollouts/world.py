@@ -30,7 +30,8 @@ from rollmill.inference.server import serving
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.machine import Machine, MachineHost
 from rollmill.rollouts.gateway_client import GatewayClient
-from rollmill.rollouts.rollout import Outcome, RolloutContext, run_rollout
+from rollmill.rollouts.rollout import Outcome, run_rollout
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger

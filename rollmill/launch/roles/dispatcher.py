@@ -19,7 +19,7 @@ from rollmill.evals.suite import EvalConfig
 from rollmill.kinds import build
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.gateway_client import GatewayClient
-from rollmill.rollouts.rollout import RolloutContext
+from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.rollouts.simulation import SlowMachines
 from rollmill.runs.run import RunDirectory, phase
 from rollmill.runs.shared.addresses import gateway_finders
