@@ -20,7 +20,7 @@ from rollmill.inference.embedded.activity import Activity
 from rollmill.inference.embedded.bursts import Bursts
 from rollmill.inference.embedded.decode_loop import DecodeLoop
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.runner import BurstOutput, StepOutput
+from rollmill.inference.embedded.outputs import BurstOutput, StepOutput
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig

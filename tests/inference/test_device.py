@@ -14,7 +14,8 @@ import torch
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.runner import BurstRunner, Runner, StepRunner
+from rollmill.inference.embedded.outputs import BurstRunner, StepRunner
+from rollmill.inference.embedded.runner import Runner
 from rollmill.inference.embedded.sampler import sample
 from rollmill.inference.embedded.scheduler import DRAFTED_POSITIONS, DRAFTING_BATCH, Scheduler, Work
 from rollmill.models.config import LatentAttention, ModelConfig
@@ -172,8 +173,8 @@ def test_the_tiles_that_attend_to_the_most_keys_begin_first() -> None:
 
 @pytest.mark.kernels
 def test_steps_with_guesses_have_few_shapes_and_these_are_warm() -> None:
+    from rollmill.inference.embedded.outputs import sampled_rows
     from rollmill.inference.embedded.plans import MOST_ROWS, drafted_shapes, shape_of
-    from rollmill.inference.embedded.runner import sampled_rows
 
     assert DRAFTED_POSITIONS <= MOST_ROWS and len(drafted_shapes(4 * 9)) == 4 and len(drafted_shapes(128)) == 7
     for draft_tokens, batch in itertools.product((1, 8, 64), range(1, DRAFTING_BATCH + 1)):

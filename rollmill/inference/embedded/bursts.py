@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.runner import BurstOutput, BurstRunner
+from rollmill.inference.embedded.outputs import BurstOutput, BurstRunner
 from rollmill.inference.embedded.sampler import is_plain
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.types import PolicyRef

@@ -37,7 +37,8 @@ from rollmill.inference.embedded.drafts import count_right
 from rollmill.inference.embedded.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
-from rollmill.inference.embedded.runner import BurstRunner, make_runner
+from rollmill.inference.embedded.outputs import BurstRunner
+from rollmill.inference.embedded.runner import make_runner
 from rollmill.inference.embedded.sampler import begin_sample, most_likely
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk

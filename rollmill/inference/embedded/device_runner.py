@@ -24,6 +24,7 @@ from rollmill.inference.embedded.decode_pass import decode_pass, fits
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.kernels.paged_triton import Plan, TritonAttention, tile_positions
 from rollmill.inference.embedded.kernels.sampler_triton import Steps, draw_and_move
+from rollmill.inference.embedded.outputs import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.plans import (
     MOST_GRAPHS,
     MOST_ROWS,
@@ -39,7 +40,6 @@ from rollmill.inference.embedded.plans import (
     rounded,
     shape_of,
 )
-from rollmill.inference.embedded.runner import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.sampler import Draw, sample
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.kernels.paged_triton import Plan, TritonAttention, tile_positions
+from rollmill.inference.embedded.outputs import fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.pages import token_bytes
-from rollmill.inference.embedded.runner import fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import ModelConfig
 from rollmill.models.counts import active_parameters
