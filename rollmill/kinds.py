@@ -26,7 +26,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -46,6 +46,7 @@ class Slot:
     built_in: Mapping[str, str]  # kind → "module:Class"
     group: str  # of entry points
     default: str | None = None  # the kind of a section that names none
+    removed: Mapping[str, str] = field(default_factory=dict)  # kinds of earlier releases → the remedy
 
     def loaded_protocol(self) -> type:
         found: type = load_object(self.section, self.protocol) if isinstance(self.protocol, str) else self.protocol
@@ -172,6 +173,8 @@ def load_class(slot: Slot, kind: str) -> type:
     target = slot.built_in.get(kind) or _entry_point(slot, kind) or kind
     module, separator, name = target.partition(":")
     if not separator:
+        if kind in slot.removed:
+            raise ConfigError(f"[{slot.section}] kind = {kind!r} was removed", hint=slot.removed[kind])
         near = difflib.get_close_matches(kind, slot.built_in, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(slot.built_in) or 'none'}."
         raise ConfigError(

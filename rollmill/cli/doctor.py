@@ -182,11 +182,10 @@ def _virtual_machines() -> list[Check]:
     return [Check("machines (qemu)", "ok", text, f"without KVM: {found.why_no_kvm}" if found.why_no_kvm else "")]
 
 
-def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) -> dict[str, Probed | str]:
+def probe_machines(kinds: Sequence[str] = ("namespace", "qemu")) -> dict[str, Probed | str]:
     """Each kind of machine: what it can do, or why it does not work here."""
     import asyncio
 
-    from rollmill.machines.firecracker.host import FirecrackerHost
     from rollmill.machines.machine import MachineHost
     from rollmill.machines.namespace.client import NamespaceHost
     from rollmill.machines.probe import probe
@@ -195,7 +194,6 @@ def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) 
     made: dict[str, Callable[[], MachineHost]] = {
         "namespace": NamespaceHost,
         "qemu": QemuHost,
-        "firecracker": FirecrackerHost,
     }
 
     async def attempt(kind: str) -> Probed | str:

@@ -1,4 +1,4 @@
-"""A machine behind an agent (namespace/agent.py): requests over a socket, one after the other.
+"""A machine behind an agent (guest/agent.py): requests over a socket, one after the other.
 
 What the agent answers is not trusted: a command may have taken the agent over. An answer has the number of its request,
 the fields that the request asks for, and no more bytes than it allows. Anything else ends the machine.

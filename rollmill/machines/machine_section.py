@@ -15,10 +15,10 @@ class MachineSection(KindSection):
         {
             "namespace": "rollmill.machines.namespace.client:NamespaceHost",
             "qemu": "rollmill.machines.qemu.host:QemuHost",
-            "firecracker": "rollmill.machines.firecracker.host:FirecrackerHost",
             "remote": "rollmill.machines.remote.client:RemoteHost",
             "e2b": "rollmill.machines.remote.e2b_client:E2BHost",
         },
         "rollmill.machines",
         default="namespace",
+        removed={"firecracker": 'use kind = "qemu", which uses KVM where the host has it'},
     )

@@ -31,7 +31,7 @@ from rollmill.machines.machine import WORK, MachineHost
 from rollmill.machines.machine_section import MachineSection
 
 _WORKDIR = "/app"
-_SIZED = ("namespace", "qemu", "firecracker")  # kinds with memory_mb and disk_mb
+_SIZED = ("namespace", "qemu")  # kinds with memory_mb and disk_mb
 
 
 class RollmillEnvironment(BaseEnvironment):

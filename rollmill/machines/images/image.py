@@ -78,14 +78,6 @@ class Image:
     state: str | None = None  # file of this host: what the services start with
     architecture: str | None = None  # of the operating system, as `uname -m` prints it; None: this host's, or unknown
 
-    def check_programs(self, kind: str) -> None:
-        """TaskError if the image has an operating system of its own, for a kind of machine that cannot run it."""
-        if self.root is not None:
-            raise TaskError(
-                f"image {self.name!r} has an operating system of its own; {kind} machines run programs of this host",
-                hint='use [machine] kind = "qemu"',
-            )
-
     def services_state(self) -> bytes:
         """What the services start with: a tar of their directories."""
         assert self.state is not None

@@ -10,7 +10,7 @@
     initramfs.py   the files of the guest: the Python, programs and libraries of this host, and the agent
       │  inside the guest
       ▼
-    init.py        its first process: loads modules, starts the agent of namespace/agent.py, renews the guest's identity
+    init.py        its first process: loads modules, starts the agent of guest/agent.py, renews the guest's identity
     forward.py     carries connections to the guest's loopback ports; ports.py is the host's end, streams.py both
 
 A guest has no disk and no network card. Its files are in its memory, so memory and device state are all there is to

@@ -1,7 +1,7 @@
 """The first process of a guest: sets it up, starts the agent, then renews the guest's identity when it is asked.
 
 It runs inside the guest and imports only the standard library and the agent. It has two virtio ports: requests about
-files and commands go to the agent (namespace/agent.py), in a process of its own that has given up its rights. Requests
+files and commands go to the agent (guest/agent.py), in a process of its own that has given up its rights. Requests
 to this process come from the host alone:
 
     {"op": "renew", "time_ns", "restored", "mac"} + random bytes   {}: the bytes are in the entropy pool, the clock is
@@ -38,7 +38,6 @@ from rollmill.machines.guest import agent, layout
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.guest import run_command as command
-from rollmill.machines.qemu import relay
 from rollmill.machines.qemu.forward import Forwarder
 
 AGENT_PORT, INIT_PORT, PORTS_PORT = "/dev/vport0p1", "/dev/vport0p2", "/dev/vport0p3"
@@ -52,7 +51,6 @@ _DUMMY, _INTERFACE, _ADDRESS = "dummy0", "eth0", bytes([10, 0, 0, 15])
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFNAME, _SIOCSIFHWADDR = 0x8914, 0x8916, 0x891C, 0x8923, 0x8924
 _IFF_UP, _IFF_BROADCAST, _ETHERNET = 1, 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
-_relayed: dict[str, int] = {}  # open files in place of virtio ports, where the host comes over vsock
 
 
 def main() -> NoReturn:
@@ -73,8 +71,6 @@ def _run() -> None:
     _mount()
     for path in facts["modules"]:
         _load_module(path)
-    if facts["over_vsock"]:
-        _relayed.update(relay.start((AGENT_PORT, INIT_PORT, PORTS_PORT)))
     port = _open_port(INIT_PORT)
     _set_up_interface()
     _allow_holding()
@@ -107,8 +103,6 @@ def _load_module(path: str) -> None:
 
 
 def _open_port(path: str) -> int:
-    if path in _relayed:
-        return os.dup(_relayed[path])
     while True:
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)

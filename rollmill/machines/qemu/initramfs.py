@@ -54,7 +54,7 @@ _LEFT_OUT = frozenset(
 _LEFT_OUT_STARTS = ("config-", "_tkinter", "_test", "dist-packages")
 _MODULES = "/opt/modules"
 _ROOM = 64 << 20  # what a guest needs beside its files to boot
-_GUEST_CODE = ("init.py", "forward.py", "relay.py", "streams.py")
+_GUEST_CODE = ("init.py", "forward.py", "streams.py")
 _INIT = """#!/bin/sh
 {exports}
 exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init import main; main()'
@@ -69,12 +69,11 @@ def build(
     extra: Sequence[str] = (),
     *,
     tree: str | None = None,
-    over_vsock: bool = False,
 ) -> int:
     """Write the archive of a guest to `file`. Returns the bytes of its files, which it keeps in memory.
 
     `limits` are those of guest/agent.py. `extra`: paths of this host. `tree`: the operating system of the image,
-    whose programs take the place of this host's. The host reaches the guest by virtio ports, or over vsock.
+    whose programs take the place of this host's.
     """
     archive = Archive()
     if tree is not None:
@@ -105,7 +104,6 @@ def build(
         "modules_directory": _MODULES,
         "environment": environment,
         "packages": packages is not None,
-        "over_vsock": over_vsock,
     }
     archive.write(f"{layout.CODE}/facts.json", json.dumps(facts).encode())
     if tree is None and 2 * archive.size + _ROOM <= limits["memory"]:

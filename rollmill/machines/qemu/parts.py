@@ -23,8 +23,6 @@ MODULES = (
     "virtio_console",
     "dummy",  # a network interface with nothing behind it
 )
-# of Firecracker's guests, which are reached over vsock
-VSOCK_MODULES = ("virtio_mmio", "vsock", "vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport")
 # Where a CPU erratum makes the kernel report 4 KiB per line of the instruction cache, QEMU aligns every piece of
 # translated code to 4 KiB: five times the memory, and slower.
 LONGEST_CACHE_LINE = 256

@@ -132,7 +132,7 @@ def _other_packages(arch: parts.Architecture, state: Path) -> list[str]:
 
 def _take_kernel(stream: IO[bytes], place: Path) -> None:
     """Keep the kernel and the modules that are needed. The kernel is renamed last: it stands for all of them."""
-    wanted = {f"{name}.ko{end}": f"{name}.ko" for name in (*parts.MODULES, *parts.VSOCK_MODULES) for end in ("", ".xz")}
+    wanted = {f"{name}.ko{end}": f"{name}.ko" for name in parts.MODULES for end in ("", ".xz")}
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
             name = Path(member.name).name

@@ -1,6 +1,6 @@
 """What a Rollmill dispatcher asks of another host's machines: one route per kind of request, frames in and out.
 
-A frame (namespace/wire.py) is a JSON header and raw bytes. Answers of a machine are frames with status 200: a result,
+A frame (guest/frames.py) is a JSON header and raw bytes. Answers of a machine are frames with status 200: a result,
 or {"errno", "message"}: these arguments cannot be served. {"failed": text} is a failure of the infrastructure. Other
 states: 401 without the key, 404 for a machine that is not here any more, 503 with Retry-After if the host is full.
 """

@@ -50,9 +50,7 @@ def test_setup_without_root_says_what_to_install(
     told = rollmill("machines", "doctor")
     assert "is not" in told.out and "rollmill machines setup" in told.out
     assert "processes of namespace machines: no. " in told.out, "and why not"
-    whole = (
-        "firecracker: no. firecracker is not installed\nhint: install `firecracker` and `jailer` of the same release"
-    )
+    whole = f"qemu: no. {arch.program} is not installed\nhint: {parts.SETUP}"
     assert whole in told.out, "no reason is broken into a narrow column"
 
 
@@ -64,6 +62,8 @@ def test_a_kind_of_machine_that_is_unknown(
     told = rollmill("machines", command, "--kind", "qmu")
     assert told.code == 1 and "kind = 'qmu' is unknown" in told.err and "did you mean 'qemu'?" in told.err
     assert not told.out and "Traceback" not in told.err
+    told = rollmill("machines", command, "--kind", "firecracker")
+    assert told.code == 1 and "was removed" in told.err and 'use kind = "qemu", which uses KVM' in told.err
 
 
 def test_a_command_in_a_machine(rollmill: Callable[..., Told]) -> None:
