@@ -1,7 +1,7 @@
 """Machines: from start to the first command, with `bwrap` beside them in the same run; then virtual machines.
 
     python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--held 200]
-                                  [--only namespaces|forks|qemu|held|processes] [--no-soak]
+                                  [--only namespaces|forks|qemu|held] [--no-soak]
 
 - p50 and p99 are of the time from `create` to the end of the first command, `true`. One machine at a time; each is
   closed before the next one starts.
@@ -20,8 +20,6 @@ Forks (machines_forks.py): a namespace machine with 500 MB of files forks: until
 Virtual machines (machines_qemu.py) have rows of their own, where QEMU is set up. A cold boot counts from the request to
 the end of the first command, and includes making the guest's files. Memory of paused machines: each has run a command;
 pages that several machines share are divided among them. `ready`: a pool has the machine restored and paused already.
-
-Process snapshots: CRIU saves a machine and restores it, where that works; otherwise a line says why it does not.
 
 Last comes the soak (machines_soak.py): cycles of start, exec, fork and kill with injected faults.
 """
@@ -46,9 +44,8 @@ from benchmarks import machines_forks, machines_qemu, machines_soak
 from benchmarks.output import at_least, at_most, finish
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.namespace.client import NamespaceHost
-from rollmill.machines.process_snapshot import try_process_snapshot
 
-PARTS = ("namespaces", "forks", "qemu", "held", "processes")
+PARTS = ("namespaces", "forks", "qemu", "held")
 AT_ONCE = 4
 ROUNDS = 4
 ROOT = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/work"]
@@ -176,12 +173,6 @@ def main() -> None:
         measured = virtual_figures(arguments.only == "held", arguments.quick, arguments.held)
         figures |= measured
         bars |= machines_qemu.bars(measured) if measured else {}
-    if arguments.only in (None, "processes"):
-        saved = asyncio.run(try_process_snapshot())
-        print(f"process snapshots: {saved.words}")
-        if saved.works:  # of one machine
-            figures["process_restore_ms"] = 1e3 * saved.restore_s
-            bars["process_restore_ms"] = at_most(figures["process_restore_ms"], 200.0)
     soaks = {} if arguments.no_soak else soak_cycles(arguments.only, arguments.quick)
     for kind, cycles in soaks.items():
         soaked = asyncio.run(machines_soak.soak(kind, cycles))

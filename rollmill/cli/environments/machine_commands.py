@@ -50,7 +50,6 @@ def doctor() -> None:
     from rollmill.cli.doctor import probe_machines
     from rollmill.machines.emulation_probe import try_emulation
     from rollmill.machines.namespace.emulation import other
-    from rollmill.machines.process_snapshot import try_process_snapshot
 
     table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore")
     reasons = []  # below the table: a sentence is hard to read in a narrow column
@@ -69,9 +68,6 @@ def doctor() -> None:
     Console().print(table)
     for reason in reasons:
         typer.echo(reason)
-    saved = asyncio.run(try_process_snapshot())
-    answer = f"possible, but no kind offers them yet. {saved.words}" if saved.works else f"no. {saved.words}"
-    typer.echo(f"snapshots of the processes of namespace machines: {answer}")
     why = asyncio.run(try_emulation(other()))
     typer.echo(f"programs for {other()} in namespace machines: {'yes, emulated' if why is None else f'no. {why}'}")
     if all(isinstance(found, str) for found in tried.values()):
