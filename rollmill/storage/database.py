@@ -38,13 +38,14 @@ _ATTEMPTS = 10
 _RETRIED = {"40001", "40P01"}  # SQLSTATE: serialization failure, deadlock
 _MIGRATION_LOCK = 0x526F6C6C6D696C6C  # any constant: PostgreSQL's advisory lock around migrations
 _REVISIONS = Path(__file__).parent / "migrations" / "versions"
-_FIRST = "0001"  # the schema of databases from before revisions existed
+_UNNUMBERED = "0001"  # a database with tables and without a revision: older than all that are read
 
 
 def open_database(url: str, *, read_only: bool = False) -> sa.Engine:
     """Open `sqlite:///PATH` or `postgresql://USER:PASSWORD@HOST/NAME` and bring it to the newest schema.
 
-    Several processes may open the same database at once: one migrates, the others wait for it. A wrong URL fails here.
+    Several processes may open the same database at once: one migrates, the others wait for it. A wrong URL fails here,
+    and so does a database whose schema is newer than this rollmill or older than its first revision.
     With `read_only` the database itself refuses every write, and an older schema is an error.
     """
     engine = _connect(url, read_only)
@@ -76,8 +77,13 @@ def _connect(url: str, read_only: bool) -> sa.Engine:
 
 
 def newest_revision() -> str:
-    """The schema this rollmill reads and writes. Files are named after their revision, so no import is needed."""
-    return max(path.stem[1:5] for path in _REVISIONS.glob("r[0-9]*.py"))
+    """The schema this rollmill reads and writes."""
+    return _revisions()[-1]
+
+
+def _revisions() -> list[str]:
+    """Files are named after their revision, so no import is needed."""
+    return sorted(path.stem[1:5] for path in _REVISIONS.glob("r[0-9]*.py"))
 
 
 @contextlib.contextmanager
@@ -169,7 +175,7 @@ def name_of(engine: sa.Engine) -> str:
     return engine.url.difference_update_query(["options", "password"]).render_as_string(hide_password=True)
 
 
-def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True, read_only: bool = False) -> sa.Engine:
+def _open_sqlite(url: sa.URL, *, read_only: bool = False) -> sa.Engine:
     if url.database in (None, "", ":memory:"):
         raise StorageError("an SQLite database in memory cannot be shared between processes", hint=_URL_HINT)
     if read_only and not Path(str(url.database)).exists():  # opening it would create it
@@ -187,7 +193,7 @@ def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True, read_only: bool = Fa
         _use_write_ahead_log(connection)
         connection.execute("PRAGMA synchronous = FULL")  # acknowledged writes are on the disk
         connection.execute("PRAGMA secure_delete = ON")  # deleted text is overwritten
-        connection.execute(f"PRAGMA foreign_keys = {int(foreign_keys)}")
+        connection.execute("PRAGMA foreign_keys = ON")
 
     @event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
@@ -229,16 +235,21 @@ def _open_postgresql(url: sa.URL, *, read_only: bool = False) -> sa.Engine:
 
 
 def _migrate(engine: sa.Engine, read_only: bool) -> None:
-    newest = newest_revision()
+    oldest, newest = _revisions()[0], newest_revision()
     with reading(engine) as connection:
         found = _find_revision(connection)
+    if found is not None and found < oldest:
+        raise StorageError(
+            f"{name_of(engine)} has schema revision {found}; this rollmill reads revisions from {oldest} on",
+            hint="it is unchanged: `rollmill trajectories export` of the release that wrote it saves what it holds",
+        )
     if read_only and (found is None or found < newest):
         raise StorageError(
             f"{name_of(engine)} has schema revision {found or 'none'}; this rollmill reads revision {newest}",
             hint="it is opened read-only; `rollmill trajectories list` brings a database to the newest schema",
         )
     if found is None or found < newest:
-        _upgrade(engine)
+        writing(engine, _run_revisions)
     elif found > newest:
         raise StorageError(
             f"{name_of(engine)} has schema revision {found}; this rollmill knows revisions up to {newest}",
@@ -251,18 +262,7 @@ def _find_revision(connection: sa.Connection) -> str | None:
     tables = set(sa.inspect(connection).get_table_names())
     if "alembic_version" in tables:
         return connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
-    return _FIRST if "trajectories" in tables else None
-
-
-def _upgrade(engine: sa.Engine) -> None:
-    if engine.dialect.name == "postgresql":
-        return writing(engine, _run_revisions)
-    # SQLite changes a column by copying its table, which violates foreign keys meanwhile; they are checked at the end
-    unchecked = _open_sqlite(engine.url, foreign_keys=False)
-    try:
-        writing(unchecked, _run_revisions)
-    finally:
-        unchecked.dispose()
+    return _UNNUMBERED if "trajectories" in tables else None
 
 
 def _run_revisions(connection: sa.Connection) -> None:
@@ -276,15 +276,10 @@ def _run_revisions(connection: sa.Connection) -> None:
     found = _find_revision(connection)  # again: another process may have run them while this one waited
     scripts = ScriptDirectory(_REVISIONS.parent)
     context = MigrationContext.configure(connection)
-    if found is not None:
-        context.stamp(scripts, found)
     for script in reversed(list(scripts.iterate_revisions("head", found or "base"))):
         with Operations.context(context):
             script.module.upgrade()
         context.stamp(scripts, script.revision)
-    if connection.dialect.name == "sqlite":
-        broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
-        assert broken is None, f"the migration broke a foreign key: {broken}"
 
 
 @contextlib.contextmanager

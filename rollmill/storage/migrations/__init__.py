@@ -2,6 +2,6 @@
 
 A change of the schema is a new file in `versions`: the next number, `down_revision` names the one before, `upgrade`
 makes the change with `alembic.op` on SQLite and PostgreSQL. Change `rollmill/trajectories/tables.py` in the same
-commit: tests compare the two. A revision that has been released is never edited. Upgrades keep all rows.
-There is no downgrade: an older rollmill refuses a newer database.
+commit: a test compares the two. A revision that has been released is never edited. Upgrades keep all rows.
+There is no downgrade: an older rollmill refuses a newer database. Databases from before the first revision are refused.
 """
