@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -130,11 +129,8 @@ def store_hand_in(objects: Objects, trajectory: str, handed_in: HandIn) -> str:
 def load_hand_in(objects: Objects, key: str) -> HandIn:
     data = objects.get(key)
     try:
-        tree = json.loads(data)
-        if isinstance(tree, dict) and not isinstance(tree.get("files"), dict):  # 0.1.0 stored the files alone
-            tree = {"files": tree}
-        return HandIn.model_validate_json(json.dumps(tree))
-    except (ValueError, RecursionError) as error:
+        return HandIn.model_validate_json(data)
+    except ValueError as error:
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise TrajectoryError(
             f"the submission {key} is damaged: {why}", hint="its trajectory cannot be graded"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
 from rollmill.gateway.recording.entries import decode_turn, encode_turn, read_entries
 from rollmill.gateway.sessions.causes import Declared, read_declared
-from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn, same_message
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
 from rollmill.training.rl.credit import credit_of
 from rollmill.trajectories.invariants import check_trajectory
-from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Segment, Span
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import USER, Answers
@@ -262,17 +259,3 @@ def test_messages_are_compared_by_meaning() -> None:
     assert not same_message(call("[" * 10_000), call("[" * 10_001))
     assert not same_message(user("a"), user("a "))
     assert not same_message(user("a"), {"role": "tool", "content": "a"})
-
-
-def test_a_log_of_the_first_release_is_replayed() -> None:
-    """released.log was written by 0.1.0: a session with one turn, and its seal."""
-    data = (Path(__file__).parent / "released.log").read_bytes()
-    registry = Registry("secret")
-    registry.replay(entry for _, _, entry in read_entries(data))
-    session = registry.get("a")
-    assert session is not None and (session.sealing, session.submission_key) == (True, "k")
-    assert (session.facts.min_version, session.facts.provenance) == (1, {"split": "train"})
-    (segment,) = decode_trajectory(encode_trajectory(session.build())).segments
-    assert segment.tokens.tolist() == [1, 2, 3, 5, 6] and [policy.number for policy in segment.policies] == [3, 4]
-    assert segment.spans[0].sampling == Sampling(temperature=0.8, stop_tokens=(1, 2), seed=2**40)
-    assert segment.routes is not None and segment.routes[:4].ravel().tolist() == list(range(16))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -388,12 +387,3 @@ def test_seal_facts() -> None:
         "regions": "home",
     }
     assert seal_facts(Trajectory("t", []))["newest_version"] is None
-
-
-def test_a_payload_of_the_first_release_is_read() -> None:
-    """0001.payload was written by 0.1.0 for `build.trajectory()`, without sets of kept tokens."""
-    data = (Path(__file__).parent / "released" / "0001.payload").read_bytes()
-    expected = build.trajectory()
-    for segment in expected.segments:
-        segment.kept_sizes = segment.kept = None
-    assert_same(decode_trajectory(data), decode_trajectory(encode_trajectory(expected)))
