@@ -69,6 +69,7 @@ async def test_commands_and_files(url: str, service: Service) -> None:
         assert (result.output, result.exit_code, result.stopped) == (b"42\n", 0, None) and result.seconds > 0
         words = await machine.exec(["sh", "-c", "cat; echo $A; pwd; exit 3"], stdin=b"in\n", env={"A": "b"}, cwd="/tmp")
         assert (words.exit_code, words.output) == (3, b"in\nb\n/tmp\n")
+        assert (await machine.exec(["printf", r"\377\0\200"])).output == b"\xff\0\x80", "an archive is no text"
         assert (await machine.exec(["no-such-program"])).exit_code == 127
         assert (await machine.exec(["sh", "-c", "echo a >&2; id -u"], user="root")).output.split() == [b"0", b"a"]
         assert (await machine.exec(["sleep", "60"], timeout_s=0.3)).stopped == "time"

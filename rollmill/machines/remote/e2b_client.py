@@ -7,6 +7,9 @@
 An image is a template of the server. Sandboxes are asked for without a way to the internet. They have no snapshots,
 forks, ports or long-running processes here. A command ends at its time limit; what it left running ends with its
 sandbox. What the server answers is checked, and anything else is an infrastructure failure.
+
+E2B's own package is not used for this: it gives the output of commands as text, and archives are bytes; and it reads an
+error of any length into memory, while what answers in a sandbox may be under its commands' control.
 """
 
 from __future__ import annotations
