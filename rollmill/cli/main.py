@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from rollmill import __version__
-from rollmill.cli import config, dashboard, demo, doctor, evaluate, init, model, plan, runs, simulate, train, weights
+from rollmill.cli import config, dashboard, demo, doctor, evaluate, init, model, plan, runs, train, weights
 from rollmill.cli.environments import image_commands as images
 from rollmill.cli.environments import machine_commands as machines
 from rollmill.cli.environments import reward_commands as rewards
@@ -85,7 +85,6 @@ app.add_typer(trajectories.app, name="trajectories")
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(keys.app, name="keys")
-app.add_typer(simulate.app, name="simulate")
 app.command("config")(config.show_settings)
 app.command("doctor")(doctor.doctor)
 

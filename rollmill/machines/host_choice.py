@@ -6,7 +6,7 @@
     a host that failed                         gets nothing until its pause is over; pauses double up to a minute
 
 A few hosts are drawn among those with room, and compared: with thousands of hosts the choice takes as long as with ten.
-Nothing here waits or talks: remote machines and the simulation of bursts use the same code.
+Nothing here waits or talks.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Placement over hosts, and the simulation of bursts that runs on it."""
+"""Placement over hosts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+import contextlib
+import random
 
 import pytest
 
-from rollmill.environments.burst import Burst, MeasuredStarts, Simulation
 from rollmill.errors import NoCapacity
 from rollmill.machines.host_choice import Place, Placement
-from tests.cli.conftest import Told, rollmill  # noqa: F401
-
-MEASURED = MeasuredStarts(cores=2, first_s=[0.5], start_s={1: [0.01, 0.02], 4: [0.04], 8: [0.1]})
 
 
 def test_a_warm_host_is_preferred_until_it_is_much_fuller() -> None:
@@ -71,30 +66,18 @@ def test_a_host_that_failed_gets_nothing_until_its_pause_is_over() -> None:
     assert both.take("x", now + 2.0) is broken
 
 
-@pytest.mark.parametrize("lost", [0, 3])
-def test_a_simulated_burst_ends_with_every_machine_running(lost: int) -> None:
-    burst = Burst(machines=2000, hosts=20, cores=4, capacity=150, images=3, failing=0.02, lost_hosts=lost, seed=4)
-    simulation = Simulation(burst, MEASURED)
-    found = simulation.run()
-    assert found.running == 2000 and found.failed > 0 and (found.lost > 0) == bool(lost)
-    assert found.starts >= 2000 and sum(found.by_second) == found.starts and 0 < found.utilisation <= 1
-    assert 3 <= found.templates <= 20 * 3
-    running = [len(host.running) for host in simulation._hosts.values()]
-    assert sum(running) == 2000 and max(running) <= 150 and running.count(0) <= lost
-    again = Simulation(burst, MEASURED).run()
-    assert (again.seconds, again.waits) == (found.seconds, found.waits)  # the same seed, the same burst
-
-
-def test_the_command_labels_what_is_simulated(rollmill: Callable[..., Told], tmp_path: Path) -> None:  # noqa: F811
-    recording = {"what": "a test", "host": {}, "kinds": {"namespace": MEASURED.model_dump(mode="json")}}
-    (tmp_path / "starts.json").write_text(json.dumps(recording))
-    arguments = ("simulate", "burst", "--machines", 500, "--latencies", tmp_path / "starts.json")
-    told = rollmill(*arguments, "--hosts", 10, "--lost-hosts", 1)
-    assert told.code == 0 and told.out.startswith("SIMULATION: 500 namespace machines"), told
-    assert "all running after" in told.out and "Composer 2 reports 500 starts/s" in told.out
-    told = rollmill(*arguments, "--hosts", 2, "--lost-hosts", 1)
-    assert told.code == 1 and "cannot hold 500 machines" in told.err
-    told = rollmill(*arguments, "--kind", "qemu")
-    assert told.code == 1 and "it has: namespace" in told.err
-    told = rollmill("simulate", "burst", "--latencies", tmp_path / "none.json")
-    assert told.code == 1 and "benchmarks.record_machine_starts" in told.err and "Traceback" not in told.err
+def test_no_host_holds_more_than_it_can_whatever_fails() -> None:
+    draw, places = random.Random(4), [Place(str(number), 150, starts=8) for number in range(20)]
+    placement, starting, running = Placement(places), [], 0
+    for now in range(6000):
+        with contextlib.suppress(NoCapacity):
+            starting.append(placement.take(str(now % 3), float(now)))
+        assert all(place.running + place.starting <= 150 and place.starting <= 8 for place in places)
+        if len(starting) > 20:
+            place = starting.pop(draw.randrange(len(starting)))
+            if draw.random() < 0.02:
+                placement.failed(place, float(now), host_is_down=False)
+            else:
+                placement.started(place, 0.1)
+                running += 1
+    assert running + len(starting) == 20 * 150 == sum(place.running + place.starting for place in places)
