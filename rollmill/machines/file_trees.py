@@ -11,21 +11,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-import os
 import tarfile
 from pathlib import Path
 
 from rollmill.machines.images.layers import safe_path
 from rollmill.machines.images.tar import ArchiveError, Entry, Tar
-from rollmill.machines.machine import WORK, ExecResult, Machine
+from rollmill.machines.machine import WORK, Machine
+from rollmill.machines.pack_tree import check_tree, pack_tree
 
 LARGEST = 1 << 27  # bytes of a tree
 _MOST_ENTRIES = 1_000_000
 _LIMIT_S = 300.0  # for a command of ours
-_NO_DIRECTORY, _NO_PROGRAM = 66, 127
-_INCOMPLETE = 2  # `tar` could not read a file
-# what tar says about files that it cannot read must not be mixed with the archive
-_PACK = f'cd -- "$0" 2> /dev/null || exit {_NO_DIRECTORY}; exec tar -cf - . 2> /dev/null'
 _UNPACK = 'mkdir -p -- "$0" && exec tar -xf - -C "$0"'
 
 
@@ -36,7 +32,7 @@ async def put_tree(machine: Machine, source: Path, target: str = WORK) -> None:
     """
     packed = await asyncio.to_thread(_pack, source)
     limit_s = _LIMIT_S * machine.capabilities.slowdown
-    _check(await machine.exec(["sh", "-c", _UNPACK, target], stdin=packed, timeout_s=limit_s), target)
+    check_tree(await machine.exec(["sh", "-c", _UNPACK, target], stdin=packed, timeout_s=limit_s), target)
 
 
 async def get_tree(machine: Machine, source: str, target: Path, *, max_bytes: int = LARGEST) -> None:
@@ -47,33 +43,6 @@ async def get_tree(machine: Machine, source: str, target: Path, *, max_bytes: in
     limit_s = _LIMIT_S * machine.capabilities.slowdown
     packed = await pack_tree(machine, source, max_bytes=max_bytes, timeout_s=limit_s)
     await asyncio.to_thread(unpack, packed, target, max_bytes)
-
-
-async def pack_tree(machine: Machine, source: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
-    """A tar of a directory, if not `whole` without what cannot be read. Nobody has checked it.
-
-    OSError: there is no such directory (FileNotFoundError), not all can be read, it has more than `max_bytes` (EFBIG),
-    or it cannot be packed; ENOSYS: the machine has no `tar`, and needs it. MachineError as with `exec`.
-    """
-    if (pack := getattr(machine, "pack", None)) is not None:
-        data: bytes = await pack(source, max_bytes=max_bytes, timeout_s=timeout_s, whole=whole)
-        return data
-    result = await machine.exec(["sh", "-c", _PACK, source], timeout_s=timeout_s, max_output=max_bytes)
-    if result.truncated:
-        raise OSError(errno.EFBIG, f"the tree has more than {max_bytes} bytes", source)
-    if result.exit_code == _NO_PROGRAM:
-        raise OSError(errno.ENOSYS, "the machine has no `tar`", source)
-    if result.stopped is not None or result.exit_code not in ((0,) if whole else (0, _INCOMPLETE)):
-        _check(result, source)
-    return result.output
-
-
-def _check(result: ExecResult, path: str) -> None:
-    if result.stopped == "machine" or result.exit_code == _NO_DIRECTORY:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    if result.exit_code != 0:
-        why = result.output.decode("utf-8", "replace")[-300:] if len(result.output) < 4096 else ""
-        raise OSError(errno.EIO, f"exit code {result.exit_code}, stopped: {result.stopped}. {why}", path)
 
 
 def _pack(source: Path) -> bytes:

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from rollmill.errors import MachineError, Overcommitted
-from rollmill.machines.file_trees import pack_tree
 from rollmill.machines.machine import Capabilities, ExecResult, Machine, Process, Snapshot
+from rollmill.machines.pack_tree import pack_tree
 from rollmill.machines.tool_turns import Turns
 
 log = logging.getLogger(__name__)

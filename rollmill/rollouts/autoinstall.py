@@ -36,9 +36,9 @@ from rollmill.machines.images import layers
 from rollmill.machines.images.build import build_image, remove_image
 from rollmill.machines.images.image import ImageRecord, LayerRecord
 from rollmill.machines.images.tar import ArchiveError, Tar
-from rollmill.machines.images.verify import verify
 from rollmill.machines.machine import ExecResult, Machine, MachineHost
 from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.verify_image import verify
 from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
 from rollmill.types import Sampling
 

@@ -18,9 +18,9 @@ from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine, stays_inside
 from rollmill.environments.tasks.jsonl import check_path
 from rollmill.errors import MachineError, TaskError
-from rollmill.machines.file_trees import pack_tree
 from rollmill.machines.images.tar import ArchiveError, Entry, Tar
 from rollmill.machines.machine import WORK, Machine, MachineHost
+from rollmill.machines.pack_tree import pack_tree
 
 PACK_S = 20.0  # an agent whose work directory takes longer to pack hands in nothing
 _MAX_ARCHIVE = 1 << 27  # bytes

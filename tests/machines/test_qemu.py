@@ -27,17 +27,18 @@ from rollmill.environments.harnesses.command import CommandConfig, CommandHarnes
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError
 from rollmill.machines import fidelity
-from rollmill.machines.file_trees import get_tree, pack_tree, put_tree
+from rollmill.machines.file_trees import get_tree, put_tree
 from rollmill.machines.images.image import BUILT_IN, load_image
 from rollmill.machines.images.tar import Tar
 from rollmill.machines.machine import WORK, Snapshot
+from rollmill.machines.namespace.emulation import kernel_directory
+from rollmill.machines.pack_tree import pack_tree
 from rollmill.machines.pool import Pool, PoolConfig
 from rollmill.machines.probe import probe
 from rollmill.machines.qemu import ram
 from rollmill.machines.qemu.host import QemuHost
 from rollmill.machines.qemu.launch import start
 from rollmill.machines.qemu.machine import QemuMachine
-from rollmill.machines.qemu.parts import kernel_directory
 from rollmill.machines.qemu.vm import Saved, Vm
 from tests.environments.harnesses.test_coding import ScriptedModel
 from tests.environments.harnesses.test_command import ASK, SAMPLING, text

@@ -105,7 +105,7 @@ def _build(name: str, sources: dict[str, Any], services: Path | None, verify: li
     from rollmill.machines.images.build_services import build_with_services
     from rollmill.machines.images.image import images_directory
     from rollmill.machines.images.services import read_services
-    from rollmill.machines.images.verify import build_verified
+    from rollmill.machines.verify_image import build_verified
 
     make: Callable[[str], Any] = functools.partial(build_image, **sources)
     if services is not None:

@@ -31,10 +31,10 @@ from pydantic import AfterValidator, Field
 
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError, MachineError, TaskError
-from rollmill.machines.file_trees import pack_tree
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest import layout
 from rollmill.machines.machine import Machine, Process
+from rollmill.machines.pack_tree import pack_tree
 
 log = logging.getLogger(__name__)
 DIRECTORY = f"{layout.HOME}/services"

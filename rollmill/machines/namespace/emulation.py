@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from rollmill.machines.guest import layout
 from rollmill.machines.guest import linux as kernel
-from rollmill.machines.qemu.parts import kernel_directory
 
 if TYPE_CHECKING:
     from rollmill.machines.machine import Machine
@@ -110,3 +109,9 @@ def interpreter_of(program: Path) -> str | None:
                 file.seek(offset)
                 return file.read(length).rstrip(b"\0").decode()
     return None
+
+
+def kernel_directory(name: str | None = None) -> Path:
+    """Where `rollmill machines setup` keeps the kernel, its modules and the preload: below the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "rollmill" / "qemu" / (name or platform.machine())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rollmill.errors import MachineError
-from rollmill.machines.agent_machine import AgentMachine, Ended
+from rollmill.machines.agent_machine import AgentMachine, AgentMachineConfig, Ended
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.images import services
 from rollmill.machines.images.image import Image
@@ -18,10 +18,24 @@ from rollmill.machines.images.services import RunningServices
 from rollmill.machines.machine import USERS, Capabilities, Snapshot
 from rollmill.machines.namespace import launch
 
-if TYPE_CHECKING:
-    from rollmill.machines.namespace.client import NamespaceHost
-
 _AT_ONCE = 8  # children that get files by one request
+
+
+class Home(Protocol):
+    """What a machine needs of the host that made it."""
+
+    architecture: str
+    measured_slowdown: float | None
+    limits: dict[str, Any]
+
+    @property
+    def config(self) -> AgentMachineConfig: ...
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
+    ) -> NamespaceMachine: ...
+    async def create_empty(self, image: Image) -> NamespaceMachine: ...
+    async def share(self, parent: int, children: list[int]) -> bool: ...
+    async def end(self, identifier: int) -> bool | None: ...
 
 
 class NamespaceMachine(AgentMachine):
@@ -29,7 +43,7 @@ class NamespaceMachine(AgentMachine):
 
     capabilities = Capabilities(kernel="shared", snapshot="files", listen=True, users=USERS)
 
-    def __init__(self, host: NamespaceHost, identifier: int, image: Image, connection: socket.socket) -> None:
+    def __init__(self, host: Home, identifier: int, image: Image, connection: socket.socket) -> None:
         super().__init__(image.reference, connection, str(identifier))
         self.host = host
         self._id = identifier

@@ -7,17 +7,26 @@ import errno
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from rollmill.errors import MachineError, TaskError
-from rollmill.machines.agent_machine import AgentMachine, Ended
+from rollmill.machines.agent_machine import AgentMachine, AgentMachineConfig, Ended
 from rollmill.machines.images.image import Image
 from rollmill.machines.machine import Capabilities, Snapshot
 from rollmill.machines.qemu.ports import Ports
 from rollmill.machines.qemu.vm import END_S, FROM_OUTSIDE, NoAnswer, Saved, Vm
 
-if TYPE_CHECKING:
-    from rollmill.machines.qemu.host import QemuHost
+
+class Home(Protocol):
+    """What a machine needs of the host that made it."""
+
+    @property
+    def config(self) -> AgentMachineConfig: ...
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
+    ) -> QemuMachine: ...
+    async def end(self, vm: Vm) -> int: ...
+    async def release(self, snapshot: Snapshot) -> None: ...
 
 
 class QemuMachine(AgentMachine):
@@ -25,9 +34,7 @@ class QemuMachine(AgentMachine):
 
     _grace_s = 60.0  # emulation is slow, and more so while many machines start
 
-    def __init__(
-        self, host: QemuHost, image: Image, vm: Vm, capabilities: Capabilities, *, begun: bool = False
-    ) -> None:
+    def __init__(self, host: Home, image: Image, vm: Vm, capabilities: Capabilities, *, begun: bool = False) -> None:
         """`begun`: it has the state of a machine whose commands may have done anything to it."""
         super().__init__(image.reference, vm.agent, f"in process {vm.process.pid}")
         self._begun = begun

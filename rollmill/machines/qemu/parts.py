@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import MachineError
+from rollmill.machines.namespace.emulation import kernel_directory
 
 SETUP = "`rollmill machines setup` installs it, or says what to install"
 # A kernel may have some built in, and then there is no such file.
@@ -91,12 +92,6 @@ def architecture(name: str | None = None) -> Architecture:
     if found is None:
         raise MachineError(f"no virtual machines for {name}", hint=f"use {' or '.join(ARCHITECTURES)}")
     return found
-
-
-def kernel_directory(name: str | None = None) -> Path:
-    """Where `rollmill machines setup` keeps the kernel, its modules and the preload: below the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "rollmill" / "qemu" / (name or platform.machine())
 
 
 def find_parts(name: str | None = None) -> Parts:

@@ -37,7 +37,7 @@ long sysconf(int name) {{
 def set_up(say: Callable[[str], None], name: str | None = None) -> None:
     """Get whatever is missing for guests of an architecture, or of this host's. MachineError names what cannot be got,
     and the command that gets it."""
-    arch, place = parts.architecture(name), parts.kernel_directory(name)
+    arch, place = parts.architecture(name), emulation.kernel_directory(name)
     place.mkdir(parents=True, exist_ok=True)
     if shutil.which(arch.program) is None:
         _install([arch.package], say)

@@ -8,16 +8,15 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import aiohttp
 
 from rollmill.errors import MachineError
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.host_choice import Place
 from rollmill.machines.machine import Capabilities, ExecResult, Order, ProcessState, Snapshot, longest
 from rollmill.machines.remote.ports import RemotePort
-
-if TYPE_CHECKING:
-    from rollmill.machines.remote.client import RemoteHost
 
 _ANSWERED: dict[str, tuple[str, type]] = {
     "start": ("process", int),
@@ -32,10 +31,21 @@ class HostLost(MachineError):
     """A host of machines does not answer, or has forgotten a machine."""
 
 
+class Home(Protocol):
+    """What a machine needs of the client that has it."""
+
+    def adopt(self, place: Place, answer: dict[str, Any]) -> RemoteMachine: ...
+    def ended(self, machine: RemoteMachine) -> None: ...
+    async def ask(
+        self, place: Place, method: str, path: str, frame: bytes, *, timeout_s: float, max_body: int = 0
+    ) -> tuple[dict[str, Any], bytes]: ...
+    async def open_channel(self, place: Place, path: str) -> aiohttp.ClientWebSocketResponse: ...
+
+
 class RemoteMachine:
     """One machine of another host."""
 
-    def __init__(self, host: RemoteHost, place: Place, identifier: str, image: str, capabilities: Capabilities) -> None:
+    def __init__(self, host: Home, place: Place, identifier: str, image: str, capabilities: Capabilities) -> None:
         self._host = host
         self.place = place
         self.id = identifier

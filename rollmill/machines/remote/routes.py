@@ -15,9 +15,9 @@ from typing import Any
 from aiohttp import web
 
 from rollmill.errors import MachineError, NoCapacity, TaskError
-from rollmill.machines.file_trees import pack_tree
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.machine import ProcessState, Snapshot, longest
+from rollmill.machines.pack_tree import pack_tree
 from rollmill.machines.remote.ports import serve_connection, serve_port
 from rollmill.machines.remote.service import Kept, Lent, Service
 
