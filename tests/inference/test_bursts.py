@@ -19,13 +19,13 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.decode_loop import DecodeLoop
 from rollmill.inference.embedded.engine import EmbeddedEngine
-from rollmill.inference.embedded.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.outputs import BurstOutput, StepOutput
 from rollmill.inference.embedded.runner import Runner
 from rollmill.inference.embedded.sampler import sample
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import GenerateRequest
+from rollmill.inference.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.models.decoder import Decoder
 from rollmill.types import Sampling
 from tests.inference.test_switch import changed

@@ -34,7 +34,6 @@ from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
 from rollmill.inference.embedded.bursts import Bursts
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.drafts import count_right
-from rollmill.inference.embedded.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.outputs import BurstRunner
@@ -42,6 +41,7 @@ from rollmill.inference.embedded.runner import make_runner
 from rollmill.inference.embedded.sampler import begin_sample, most_likely
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk
+from rollmill.inference.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import decoder_on
 from rollmill.types import FinishReason, PolicyRef, same_line
