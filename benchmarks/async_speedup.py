@@ -80,11 +80,14 @@ def samples_per_step(run: RunDirectory) -> int:
 
 def reinforce(root: Path, base: RunDirectory, mode: str, overrides: list[str]) -> RunDirectory:
     tools = tool_seconds(samples_per_step(base))
-    slow = f"rollouts.simulated_tool_seconds={tools}"
-    run = create(root, *overrides, slow, f"name={mode}", f"stages.rl.max_staleness={MODES[mode]}")
+    run = create(root, *overrides, *slow_tools(tools), f"name={mode}", f"stages.rl.max_staleness={MODES[mode]}")
     shutil.copytree(base.home_store, run.home_store)
     drive(run)
     return run
+
+
+def slow_tools(seconds: list[float]) -> list[str]:
+    return ["harness.kind=benchmarks.slow_tools:SlowTools", f"harness.tool_seconds={seconds}"]
 
 
 def tool_seconds(trajectories: int) -> list[float]:

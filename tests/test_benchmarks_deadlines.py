@@ -1,8 +1,14 @@
-"""The simulation that `benchmarks.async_speedup` prices the earliest-deadline rule with."""
+"""What `benchmarks.async_speedup` simulates: the price of the earliest-deadline rule, and slow tools."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from benchmarks.async_speedup import create, slow_tools
 from benchmarks.deadline_price import simulate
+from rollmill.kinds import build
+from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.trajectories.pace import Pace
 
 LONG_TAILED = [0.1] * 60 + [1.0] * 15 + [20.0] * 2
@@ -21,3 +27,17 @@ def test_equal_times_cost_nothing_and_synchronous_training_never_waits_for_due_g
     assert with_rule == without and with_rule.due_share == with_rule.over_deadline == 0.0
     alone = simulate(Pace(4, 4, 0), LONG_TAILED, 0.5, steps=50, rule=True)
     assert alone.due_share == alone.over_deadline == 0.0
+
+
+async def test_commands_of_slow_tools_wait_and_say_so(tmp_path: Path) -> None:
+    run = create(tmp_path, *slow_tools([0.25]), "name=slow")
+    assert run.config.harness is not None
+    harness, host = build(run.config.harness), NamespaceHost()
+    machine = await host.create(BUILT_IN)
+    try:
+        result = await harness._exec(machine, ("true",))
+        assert result.exit_code == 0 and result.seconds > 0.25  # the time it waited, and its own
+    finally:
+        await machine.close()
+        await host.close()
+        await harness.close()

@@ -89,8 +89,3 @@ class RolloutConfig(Config):
     give_up_after: int = Field(
         64, ge=1, description="The run stops after this many failed rollouts in a row: then the host is at fault."
     )
-    simulated_tool_seconds: tuple[float, ...] = Field(
-        (),
-        description="Simulation, for benchmarks only: every tool call also waits a number of seconds drawn from this "
-        "list. Leave it empty.",
-    )

@@ -20,7 +20,6 @@ from rollmill.kinds import build
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout_context import RolloutContext
-from rollmill.rollouts.simulation import SlowMachines
 from rollmill.runs.run import RunDirectory, phase
 from rollmill.runs.shared.addresses import gateway_finders
 from rollmill.runs.stages import Evaluation, evaluations, is_recorded, last_version, results_key
@@ -142,13 +141,10 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
         open_environment(config) as environment,
         GatewayClient(gateway_finders(run), run.secrets["rollout_key"]) as gateway,
     ):
-        machines = environment.machines
-        if config.rollouts.simulated_tool_seconds:
-            machines = SlowMachines(machines, config.rollouts.simulated_tool_seconds, config.seed)
         await gateway.wait_until_serving(0, line, START_PATIENCE_S)
         yield RolloutContext(
             gateway=gateway,
-            machines=machines,
+            machines=environment.machines,
             grading_machines=environment.grading_machines,
             harness=environment.harness,
             grader=environment.grader,
