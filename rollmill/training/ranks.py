@@ -10,14 +10,12 @@ The loop and all it uses are the same for both. With a sharded placement every r
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import Replay, Routing
@@ -198,25 +196,3 @@ class Placement(Protocol):
     def read_state(self, objects: Objects, folder: str, described: Mapping[str, Any]) -> dict[str, Tensor]:
         """What this process holds of the tensors of a checkpoint, whichever placement wrote it."""
         ...
-
-
-def place(
-    name: str, device: torch.device, config: TrainingConfig, environment: Mapping[str, str] = os.environ
-) -> Placement:
-    """The placement a configuration asks for: whole, or over the `config.ranks` ranks that the environment describes.
-
-    `name`: what the ranks meet for. Groups of ranks may meet at the same address one after the other. Collective.
-    """
-    size = int(environment.get("WORLD_SIZE", "1"))
-    if size != config.ranks:
-        raise TrainingError(
-            f"training.ranks is {config.ranks}, but the environment describes {size} ranks (WORLD_SIZE)",
-            hint="start as many ranks as the configuration says, or unset WORLD_SIZE and rollmill starts them",
-        )
-    if size == 1:
-        from rollmill.training.single import WHOLE
-
-        return WHOLE
-    from rollmill.training.parallel.sharded_ranks import join_ranks
-
-    return join_ranks(name, device, config, environment)

@@ -10,8 +10,8 @@ import torch
 
 import rollmill.training.ranks
 from rollmill.errors import TrainingError
+from rollmill.training.choose_placement import place
 from rollmill.training.config import TrainingConfig
-from rollmill.training.ranks import place
 from rollmill.training.single import WHOLE
 
 TRAINING = Path(rollmill.training.ranks.__file__).parent
@@ -34,7 +34,7 @@ def test_only_the_choice_of_a_placement_imports_the_parallel_package() -> None:
         for path in outside
         if any(name.startswith(("rollmill.training.parallel", "torch.distributed")) for name in imports(path))
     }
-    assert users == {"placement.py"}, "everything else uses its Placement"
+    assert users == {"choose_placement.py"}, "everything else uses its Placement"
 
 
 def test_a_whole_trainer_does_not_import_the_parallel_package() -> None:

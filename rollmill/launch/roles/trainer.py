@@ -20,11 +20,12 @@ from rollmill.runs.run import RunDirectory
 from rollmill.runs.stages import is_trained, last_version
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.training.choose_placement import place
 from rollmill.training.config import TrainingConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.objective import Objective
 from rollmill.training.pass_size import fitted
-from rollmill.training.ranks import Placement, place
+from rollmill.training.ranks import Placement
 from rollmill.training.stage import RolloutSettings, Stage, StageContext, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.trajectory_store import TrajectoryStore

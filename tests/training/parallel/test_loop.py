@@ -13,9 +13,9 @@ import torch
 from rollmill import telemetry
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import load_host
+from rollmill.training.choose_placement import place
 from rollmill.training.config import RLConfig
 from rollmill.training.loop import Trainer
-from rollmill.training.ranks import place
 from rollmill.types import LedgerState, Version
 from tests.processes import SERVER
 from tests.training.parallel.ranks import be_rank, free_port
