@@ -47,6 +47,7 @@ def demo(
     from rollmill.cli.train import run_to_report
     from rollmill.config import load_config
     from rollmill.demo import CONFIG
+    from rollmill.runs.opening import open_run
     from rollmill.runs.run import RunConfig, RunDirectory
     from rollmill.runs.status import is_finished
 
@@ -56,7 +57,7 @@ def demo(
         print_config(config)
         return
     if live and (root / name / "run.json").exists():
-        run = RunDirectory.open(root / name)
+        run = open_run(root / name)
     else:
         run = RunDirectory.create(root, config)
     if not is_finished(run):

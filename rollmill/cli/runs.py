@@ -237,12 +237,12 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
 
 def _summary(path: Path) -> dict[str, Any]:
     """One row of `rollmill runs`. A run that cannot be opened is listed too."""
-    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.opening import open_run
     from rollmill.runs.status import bytes_of, state_of
 
     row: dict[str, Any] = {"run": path.name, "bytes": bytes_of(path)}
     try:
-        run = RunDirectory.open(path)
+        run = open_run(path)
         state = state_of(run)
     except RollmillError as error:
         age = time.time() - (path / "run.json").stat().st_mtime
@@ -275,10 +275,10 @@ def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:
 
 def _open(directory: Path) -> tuple[RunDirectory, str]:
     """The run, and what the user called it."""
-    from rollmill.runs.opening import url_of
-    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.saved import url_of
 
-    return RunDirectory.open(directory), url_of(directory) or str(directory)
+    return open_run(directory), url_of(directory) or str(directory)
 
 
 def _facts_table() -> Table:

@@ -36,10 +36,11 @@ def read_settings(path: Path) -> Settings:
     from rollmill.config import Config, load_config
     from rollmill.environments.environment import find_parts
     from rollmill.rollouts.config import check_reward_times
-    from rollmill.runs.run import RunConfig, RunDirectory
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.run import RunConfig
 
     if path.is_dir():
-        return RunDirectory.open(path).config
+        return open_run(path).config
 
     class Environment(Config):
         @classmethod

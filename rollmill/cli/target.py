@@ -52,10 +52,10 @@ def find_target(run: RunDirectory, text: str | None) -> Target:
 
 def start_settings(directory: Path, text: str) -> list[str]:
     """The [start] of a run that starts from a version of the run in `directory`, or at that URL, as overrides."""
-    from rollmill.runs.opening import url_of
-    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.saved import url_of
 
-    run, name = RunDirectory.open(directory), url_of(directory) or str(directory.absolute())
+    run, name = open_run(directory), url_of(directory) or str(directory.absolute())
     target = find_target(run, text)
     settings = {"run": name, "id": run.id, "version": str(target.version), "form": target.form}
     return [f"start.{name}={json.dumps(value)}" for name, value in settings.items()]
@@ -70,6 +70,7 @@ def checkpoint_run(root: Path, directory: Path) -> RunDirectory:
     from rollmill.config import validate_config
     from rollmill.launch.supervise import import_weights
     from rollmill.runs.import_checkpoint import check_checkpoint
+    from rollmill.runs.opening import open_run
     from rollmill.runs.run import RunConfig, RunDirectory
 
     directory = directory.absolute()
@@ -80,6 +81,6 @@ def checkpoint_run(root: Path, directory: Path) -> RunDirectory:
         config = validate_config(RunConfig, {"name": name, "checkpoint": str(directory)}, str(directory))
         check_checkpoint(config)
         RunDirectory.create(root, config)
-    run = RunDirectory.open(root / name)
+    run = open_run(root / name)
     import_weights(run)
     return run

@@ -67,9 +67,10 @@ def train(
     from rollmill.kinds import build
     from rollmill.launch.extend import extend
     from rollmill.launch.rank_processes import begin_run
-    from rollmill.runs.opening import url_of
+    from rollmill.runs.opening import open_run
     from rollmill.runs.preflight import check_here, check_parts, check_stores
-    from rollmill.runs.run import RunConfig, RunDirectory
+    from rollmill.runs.run import RunConfig
+    from rollmill.runs.saved import url_of
     from rollmill.runs.status import is_finished
 
     if resume:
@@ -78,7 +79,7 @@ def train(
                 f"--resume continues a run from where it is: it takes no {'--from' if start else '--dry-run'}",
                 hint="start a new run to change more than `steps`",
             )
-        run = RunDirectory.open(source)
+        run = open_run(source)
         for name in run.changed_code():
             typer.echo(f"note: the code of [{name}] is not what the run began with", err=True)
         run = extend(run, overrides or ())
@@ -153,7 +154,7 @@ def watch(run: RunDirectory, cluster: Cluster) -> None:
 
     from rollmill.cli.progress import Progress
     from rollmill.errors import RollmillError
-    from rollmill.runs.sink import Sinks
+    from rollmill.runs.open_sinks import Sinks
     from rollmill.runs.stages import phases
     from rollmill.runs.status import is_finished
 

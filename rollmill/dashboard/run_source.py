@@ -13,6 +13,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError, StorageError
 from rollmill.feedback.collect import PRODUCTION
 from rollmill.gateway.sessions.registry import read_open_session
+from rollmill.runs.opening import open_run
 from rollmill.runs.report.conversation import Decode
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
@@ -35,7 +36,7 @@ class Source:
 
     @classmethod
     def of_run(cls, path: Path) -> Source:
-        run = RunDirectory.open(path)
+        run = open_run(path)
         return cls(run.config.name, run.id, run, run.database_url, run.home_store, run.tokenizer)
 
     @classmethod

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from rollmill.demo.simulated_users import PopulationFile, Visit, visit
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.errors import RollmillError
-from rollmill.launch.fork_server import SUPERVISOR
 from rollmill.launch.launchers.local import COMMAND, LocalLauncher
+from rollmill.launch.parent_death import SUPERVISOR
 from rollmill.launch.services import TICK_S, Target, health, serving, wait_until_ready, while_watching
 from rollmill.runs.cycle_journal import FINAL, Journal
 from rollmill.runs.run import RunDirectory
@@ -31,7 +31,7 @@ MEASURE = 7  # seed of the tasks and draws of a measurement: every version meets
 _FIRST = 1000  # seeds of the users who are learnt from
 _SPLIT_S = 2.0  # gateways look at the split of production once per second
 # without users a driver would wait for ever, with the lock of the cycle: so it dies with this process
-_DRIVER = f"from rollmill.launch.fork_server import end_with_parent; end_with_parent(); {COMMAND}"
+_DRIVER = f"from rollmill.launch.parent_death import end_with_parent; end_with_parent(); {COMMAND}"
 
 
 @dataclass

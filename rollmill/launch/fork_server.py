@@ -15,7 +15,6 @@ kills the children of a keeper whose connection ends, and leaves when nobody has
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -34,7 +33,8 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: pid of the process whose death ends this one
+from rollmill.launch.parent_death import SUPERVISOR, end_with_parent
+
 # what a role imports only when it runs
 LATER = {"engine": ("rollmill.inference.embedded.engine",)}
 OF_RANKS = (
@@ -42,7 +42,6 @@ OF_RANKS = (
     "torch._dynamo",
 )  # torch imports the second when a rank shards a model
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # of a nursery
-PR_SET_PDEATHSIG = 1
 SOCKET = "socket"  # of a shared nursery, in its directory
 IDLE_S = 5.0  # a shared nursery that nobody needs leaves; the next stage of a run comes sooner
 
@@ -341,13 +340,6 @@ def _be(request: dict[str, Any], nursery: int) -> int:
     os.environ.update({**request["environment"], SUPERVISOR: str(nursery)})
     setproctitle(request["name"])
     return role.main(request["role"], lambda: take(request["run"]), *request["arguments"])
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies: nobody would restart or stop it any more."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get(SUPERVISOR, os.getppid())):  # the parent died before the call
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rollmill.gateway.access.buckets import shared_file
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
 from rollmill.gateway.workers import Workers
-from rollmill.launch.fork_server import SUPERVISOR, end_with_parent
+from rollmill.launch.parent_death import SUPERVISOR, end_with_parent
 
 log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that may wait to be accepted; a full queue drops them, and clients try again after 1 s

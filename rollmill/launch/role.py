@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
-from rollmill.launch.fork_server import end_with_parent
 from rollmill.launch.launcher import FINAL
+from rollmill.launch.parent_death import end_with_parent
 from rollmill.launch.rank_processes import outside_rank
 from rollmill.launch.role_inputs import hand_to, take
 from rollmill.launch.timed_lines import time_lines

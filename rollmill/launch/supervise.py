@@ -8,23 +8,33 @@ learns from rollouts    trainer, engines on the stage's line, gateway and dispat
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollmill import telemetry
+from rollmill.errors import RollmillError
 from rollmill.kinds import build
 from rollmill.launch.autoscaler import Balance
-from rollmill.launch.launcher import Cluster, Launcher
+from rollmill.launch.launcher import FINAL, Cluster, Launcher
+from rollmill.launch.launchers.keeper import SEND_S
 from rollmill.launch.launchers.local import LocalLauncher, terminable
+from rollmill.launch.launchers.supervisor import STOPPED
+from rollmill.launch.parent_death import end_with_parent
 from rollmill.launch.rank_processes import outside_world
 from rollmill.launch.rescale import Engines
+from rollmill.launch.role_inputs import take
 from rollmill.runs.lock import exclusive
+from rollmill.runs.open_sinks import Sinks
 from rollmill.runs.prepare import need_tokenizer
 from rollmill.runs.run import RunDirectory, phase
 from rollmill.runs.shared.beacon import Beacon
-from rollmill.runs.sink import Sinks
+from rollmill.runs.shared.outbox import bring
 from rollmill.runs.stages import IMPORT, is_trained, left_to_evaluate
+from rollmill.storage.objects import Objects
 from rollmill.training.stage import RolloutSettings, StageSection
 
 TICK_S = 0.2
@@ -135,3 +145,24 @@ def _until_ended(launcher: Launcher, role: str, on_tick: OnTick) -> None:
         launcher.watch()
         on_tick()
         time.sleep(TICK_S)
+
+
+def drive_given() -> None:
+    """The process of a supervisor: drives the run that it is handed on stdin, and writes its report."""
+    from rollmill.runs.write_report import report_run
+
+    end_with_parent()
+    run = take(json.load(sys.stdin))
+    objects = Objects.open(run.home_store)
+    try:
+        drive(run)
+        everything = replace(run, path=run.path / "report", service_of=run.path)  # events of all nodes
+        time.sleep(SEND_S)  # the supervisor's own last ones are on their way
+        bring(objects, everything.path)
+        need_tokenizer(run)
+        report_run(everything)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
+    except RollmillError as error:
+        print(error, file=sys.stderr)
+        sys.exit(FINAL)

@@ -17,22 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config import validate_config
-from rollmill.errors import ConfigError, ObjectMissing, StorageError
+from rollmill.errors import ConfigError, StorageError
 from rollmill.runs.configuration.settings import RunConfig
 from rollmill.runs.run import SECRETS, RunDirectory
+from rollmill.runs.saved import FORMAT, KEY, reading_description, url_of
 from rollmill.storage.objects import Objects
-from rollmill.storage.storage_probe import NEEDS, PATIENCE_S
 
-KEY = "cluster/run.json"
 PASSWORD = re.compile(r"(//[^/:@]*):[^@/]*@")  # in the URL of a database
 CACHE = "~/.cache/rollmill/runs"
-_URL = re.compile(r"(s3|gs|az):/+(.+?)/*")  # a Path folds the two slashes into one
-
-
-def url_of(path: Path) -> str | None:
-    """The URL that a user gave where a directory may stand too."""
-    found = _URL.fullmatch(str(path))
-    return f"{found[1]}://{found[2]}" if found else None
 
 
 def describe_run(run: RunDirectory) -> None:
@@ -43,6 +35,7 @@ def describe_run(run: RunDirectory) -> None:
     if config["database"] is not None:
         config["database"] = PASSWORD.sub(r"\1@", config["database"])
     about = {
+        "format": FORMAT,
         "id": run.id,
         "config": config,
         "host": socket.gethostname(),
@@ -51,18 +44,17 @@ def describe_run(run: RunDirectory) -> None:
     Objects.open(run.home_store).put(KEY, json.dumps(about).encode())
 
 
+def open_run(path: Path) -> RunDirectory:
+    """The run of a directory, or of the URL of its objects."""
+    url = url_of(path)
+    return RunDirectory.open(path) if url is None else open_by_url(url)
+
+
 def open_by_url(url: str) -> RunDirectory:
     """Raises ConfigError if no run is described there."""
-    try:
-        about = json.loads(Objects.open(url, patience=PATIENCE_S).get(KEY))
+    with reading_description(url) as about:
         config = validate_config(RunConfig, about["config"], url)
         id, host, began = str(about["id"]), about["host"], Path(about["path"])
-    except ObjectMissing:
-        raise ConfigError(f"{url} holds no run", hint="the URL is `store`, a slash and the run's id") from None
-    except StorageError as error:
-        raise ConfigError(f"{url} cannot be read: {error.message}", hint=NEEDS) from None
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{url}/{KEY} is damaged: {error!r}") from None
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,80}", id):
         raise ConfigError(f"{url}/{KEY} is damaged: its id is {id!r}")
     if host == socket.gethostname() and _holds(began, id):
@@ -72,7 +64,7 @@ def open_by_url(url: str) -> RunDirectory:
 
 def open_with_index(path: Path) -> RunDirectory:
     """A run for a command that reads or writes its index. Raises ConfigError if that is on another host."""
-    run = RunDirectory.open(path)
+    run = open_run(path)
     need_index(run)
     return run
 

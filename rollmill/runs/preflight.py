@@ -16,8 +16,9 @@ from rollmill.errors import ConfigError
 from rollmill.kinds import KindSection, build, load_class
 from rollmill.rollouts.config import check_reward_times
 from rollmill.runs.import_checkpoint import TOKENIZER, check_checkpoint
+from rollmill.runs.opening import open_run
 from rollmill.runs.prepare import check_tokenizer
-from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.run import RunConfig
 from rollmill.runs.start import check_start
 from rollmill.storage.storage_probe import check_database, check_store
 from rollmill.training.stage import RolloutSettings
@@ -120,7 +121,7 @@ def _chat_format(config: RunConfig) -> ChatFormat | None:
     if config.checkpoint is not None:
         path = Path(config.checkpoint) / TOKENIZER
     elif config.start is not None:
-        path = RunDirectory.open(Path(config.start.run)).tokenizer
+        path = open_run(Path(config.start.run)).tokenizer
     else:
         path = Path(config.tokenizer or "")
     if path.suffix != ".json" or not path.is_file():

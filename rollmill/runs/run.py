@@ -16,7 +16,6 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -32,7 +31,7 @@ from rollmill.errors import ConfigError
 from rollmill.kinds import KindSection, code_of
 from rollmill.runs.configuration.settings import CANARY, RunConfig
 from rollmill.runs.free_ports import free_ports
-from rollmill.runs.upgrade import bring_up_to_date
+from rollmill.runs.saved import FORMAT, SERVICE, read_saved, reading
 from rollmill.storage.objects import Objects, store_of_run
 from rollmill.training.stage import StageSection
 
@@ -43,7 +42,6 @@ SECRETS = (
     "production_key",  # the API key of production traffic
     "rollout_key",  # opens, shows, seals and deletes rollout sessions at the gateway
 )
-SERVICE = "service.json"
 
 
 @dataclass(frozen=True)
@@ -68,35 +66,13 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """The run of a directory. `path` may also be the URL of its objects, see opening.py."""
-        from rollmill.runs.opening import open_by_url, url_of
-
-        if (url := url_of(path)) is not None:
-            return open_by_url(url)
-        file = path / "run.json"
-        try:
+        """The run of a directory. opening.py also opens one by the URL of its objects."""
+        with reading(path):
             if (path / SERVICE).exists():
                 return cls._open_service(path)
-            saved = json.loads(file.read_text())
-            config = validate_config(RunConfig, bring_up_to_date(saved["config"]), str(file))
-            id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
-            return cls(path, config, id, saved["ports"], {name: _secret(saved, name) for name in SECRETS})
-        except (FileNotFoundError, NotADirectoryError):
-            file = path if path.suffix == ".toml" else path / "run.toml"  # as `rollmill init` writes it
-            meant = "" if file == path else f"did you mean {file}? "
-            train = f"{meant}`rollmill train {file}` makes a run of it; " if file.is_file() else ""
-            raise ConfigError(
-                f"{path} holds no run (no run.json)", hint=f"{train}`rollmill runs` lists the runs there are"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"{file} cannot be read: {error.strerror}",
-                hint="it has the keys of the run: only its owner may read it",
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{file} is damaged: {error!r}", hint="restore it, or start a run of another name"
-            ) from None
+            saved = read_saved(path)
+            config = validate_config(RunConfig, saved["config"], str(path / "run.json"))
+            return cls(path, config, saved["id"], saved["ports"], {name: saved[name] for name in SECRETS})
 
     @classmethod
     def _open_service(cls, path: Path) -> RunDirectory:
@@ -149,6 +125,7 @@ class RunDirectory:
     def _draft(self) -> str:
         """Write what run.json will hold to a file beside it, which only its owner can read. Returns the file's name."""
         body = {
+            "format": FORMAT,
             "id": self.id,
             "config": self.config.model_dump(mode="json"),
             "ports": self.ports,
@@ -176,13 +153,12 @@ class RunDirectory:
 
     def changed_code(self) -> list[str]:
         """Sections whose code is no longer what the run began with."""
-        kept = json.loads((self.path / "run.json").read_text()).get("code", {})
+        kept = json.loads((self.path / "run.json").read_text())["code"]
         return [name for name, code in self.code().items() if name in kept and kept[name] != code]
 
     def stage_key(self, stage: StageSection) -> str:
-        """What keys the ledger, groups and trajectories of a stage. `main` is the stage of runs that began before there
-        were stages: they are keyed by the id of the run."""
-        return self.id if stage.name == "main" else f"{self.id}/{stage.name}"
+        """What keys the ledger, groups and trajectories of a stage."""
+        return f"{self.id}/{stage.name}"
 
     @property
     def session_logs(self) -> list[Path]:
@@ -250,11 +226,3 @@ def phase(name: str) -> Iterator[None]:
     telemetry.emit("phase", phase=name, state="start")
     yield
     telemetry.emit("phase", phase=name, state="end")
-
-
-def _secret(saved: dict[str, Any], name: str) -> str:
-    """A run.json of an older release lacks some tokens: every process derives the same ones from `admin_token`."""
-    if name in ("store_token", "engine_token", "rollout_key") and name not in saved:
-        return hmac.new(str(saved["admin_token"]).encode(), name.encode(), "sha256").hexdigest()
-    secret: str = saved[name]
-    return secret

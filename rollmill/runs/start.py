@@ -13,7 +13,8 @@ from rollmill import telemetry
 from rollmill.errors import ConfigError
 from rollmill.runs.configuration.settings import Start
 from rollmill.runs.import_checkpoint import TOKENIZER
-from rollmill.runs.run import RunConfig, RunDirectory
+from rollmill.runs.opening import open_run
+from rollmill.runs.run import RunConfig
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.files.companions import companions_of, keep_companions
@@ -28,7 +29,7 @@ def check_start(config: RunConfig) -> None:
     """Check that the version is there and is of the run's model. Reads no weights."""
     assert config.start is not None
     _find(config.start)
-    other = RunDirectory.open(Path(config.start.run)).config.model_of(config.start.parsed.line)
+    other = open_run(Path(config.start.run)).config.model_of(config.start.parsed.line)
     shortened = other.model_copy(update={"max_context": min(other.max_context, config.model.max_context)})
     if shortened != config.model:
         differ = [name for name in type(other).model_fields if getattr(shortened, name) != getattr(config.model, name)]
@@ -73,7 +74,7 @@ def import_start(config: RunConfig, weights: WeightStore) -> Version:
 
 def _find(start: Start) -> tuple[WeightStore, Manifest, dict[str, bytes]]:
     """The other run's store, the version in it, and its companions."""
-    source = WeightStore(Objects.open(RunDirectory.open(Path(start.run)).home_store))
+    source = WeightStore(Objects.open(open_run(Path(start.run)).home_store))
     manifest = source.manifest(start.parsed, start.form)
     companions = companions_of(source, manifest)
     if TOKENIZER not in companions:

@@ -19,6 +19,7 @@ from benchmarks.fleet_engine import KIND
 from rollmill.cli.main import app
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError
+from rollmill.runs.opening import open_run
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.shared.presence import Presence
 from rollmill.runs.status import state_of
@@ -80,7 +81,7 @@ def follow_log(reader: Host, writer: Host, url: str, driver: Driver) -> None:
 
 def opened(bucket: str) -> RunDirectory | None:
     with contextlib.suppress(ConfigError):  # it has not told what it is
-        return next((RunDirectory.open(Path(f"{bucket}/{id}")) for id in Objects.open(bucket).folders()), None)
+        return next((open_run(Path(f"{bucket}/{id}")) for id in Objects.open(bucket).folders()), None)
     return None
 
 

@@ -25,7 +25,7 @@ from rollmill.storage.objects import Objects
 # the start of Python takes until somebody sends SIGTERM: the signal comes while the process imports
 SLOW = """
 import signal, time
-if "rollmill.launch.launchers.supervisor" in " ".join(__import__("sys").orig_argv):
+if "rollmill.launch.supervise" in " ".join(__import__("sys").orig_argv):
     while signal.SIGTERM not in signal.sigpending():
         time.sleep(0.02)
 """

@@ -19,7 +19,7 @@ from benchmarks.fleet_engine import KIND
 from rollmill.cli.main import app
 from rollmill.demo import CONFIG as DEMO
 from rollmill.launch.rank_processes import rank_name
-from rollmill.runs.opening import describe_run
+from rollmill.runs.opening import describe_run, open_run
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.shared.presence import Presence
 from rollmill.runs.stages import newest_step
@@ -170,7 +170,7 @@ def test_a_run_survives_the_loss_of_every_node(tmp_path: Path, database_url: str
     assert "stopped" in command("status", url) and process(nodes, SUPERVISOR) is None
     steps = max(STEPS, watched.ledger.committed() + 5)  # enough for what happens to it from here on
     assert nodes.head.run(*ROLLMILL, "train", "--resume", url, f"steps={steps}", "--detach").wait() == 0
-    run = watched.run = RunDirectory.open(Path(url))
+    run = watched.run = open_run(Path(url))
     # the supervisor is killed: Ray brings it back, and it takes over the processes that run
     os.kill(watched.next_moment(SUPERVISOR)[0], signal.SIGKILL)
     # the node of a gateway is lost: with it its open sessions
@@ -243,7 +243,7 @@ def described_run(tmp_path: Path, database_url: str, nodes: Nodes, *settings: st
     train_first_stage(made)
     describe_run(made)
     (made.path / "run.json").unlink()
-    return RunDirectory.open(Path(str(made.home_store)))
+    return open_run(Path(str(made.home_store)))
 
 
 @pytest.mark.timeout(900)
@@ -259,7 +259,7 @@ def test_a_run_begins_on_a_node_with_ranks_that_meet(tmp_path: Path, database_ur
     )
     assert begun.wait() == 0, (tmp_path / "driver").read_text()
     [id] = Objects.open(bucket).folders()
-    run = RunDirectory.open(Path(f"{bucket}/{id}"))
+    run = open_run(Path(f"{bucket}/{id}"))
     wait_for(lambda: state_of(run).word == "finished", run)
     events = collected(run)
     assert {event["phase"] for event in events if event["kind"] == "phase"} >= {"midtrain", "evaluate before"}

@@ -12,6 +12,7 @@ import pytest
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 from rollmill.runs.run import SECRETS, RunDirectory
+from rollmill.runs.saved import FORMAT
 from rollmill.storage.database import open_database
 from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
@@ -102,19 +103,6 @@ def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
     assert len(tokens) == len(SECRETS) == 5 and all(len(token) >= 32 for token in tokens)
 
 
-def test_a_run_of_an_older_release_gets_tokens_from_which_the_admin_token_does_not_follow(run: RunDirectory) -> None:
-    saved = json.loads((run.path / "run.json").read_text())
-    del saved["store_token"], saved["engine_token"], saved["rollout_key"]
-    (run.path / "run.json").write_text(json.dumps(saved))
-    older = RunDirectory.open(run.path)
-    assert older == RunDirectory.open(run.path)
-    assert len(set(older.secrets.values())) == len(SECRETS)
-    assert (
-        older.secrets["admin_token"] == run.secrets["admin_token"]
-        and older.secrets["admin_token"] not in older.secrets["store_token"] + older.secrets["engine_token"]
-    )
-
-
 def test_runs_of_one_name_have_different_ids(tmp_path: Path) -> None:
     """So runs of two people or two machines can share a database and a store."""
     runs = [RunDirectory.create(tmp_path / owner, make_config()) for owner in ("ann", "bob")]
@@ -125,14 +113,6 @@ def test_runs_of_one_name_have_different_ids(tmp_path: Path) -> None:
     ids = ["one-trajectory"]
     assert start_group(ledgers[0], "group", "task", 1, pace=Pace(1, 1, 0), ids=ids, provenance={}) == 0
     assert [ledger.groups_started() for ledger in ledgers] == [1, 0]
-
-
-def test_a_run_made_before_there_were_ids_is_keyed_by_its_name(run: RunDirectory) -> None:
-    saved = json.loads((run.path / "run.json").read_text())
-    del saved["id"]
-    saved["config"]["tasks"] = "micro-repos"  # a setting of that time
-    (run.path / "run.json").write_text(json.dumps(saved))
-    assert RunDirectory.open(run.path).id == run.config.name
 
 
 def test_a_run_that_only_serves_is_opened_without_tasks(tmp_path: Path) -> None:
@@ -181,6 +161,20 @@ def test_a_damaged_run_json(run: RunDirectory, content: str) -> None:
     (run.path / "run.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"run\.json"):
         RunDirectory.open(run.path)
+
+
+@pytest.mark.parametrize(("found", "remedy"), [(None, "trajectories export"), (FORMAT + 1, "newer rollmill")])
+def test_a_run_of_another_format_is_refused_and_left_as_it_is(
+    run: RunDirectory, found: int | None, remedy: str
+) -> None:
+    file = run.path / "run.json"
+    saved = json.loads(file.read_text())
+    del saved["format"], saved["config"]["stages"]
+    file.write_text(json.dumps({**saved, "format": found} if found else saved))
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match=rf"run\.json has format {found or 0}; .*\nhint: .*{remedy}"):
+        RunDirectory.open(run.path)
+    assert file.read_bytes() == before and [path.name for path in run.path.iterdir()] == ["run.json"]
 
 
 def test_a_run_of_another_release_names_the_setting(run: RunDirectory) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from rollmill import telemetry
+from rollmill.runs.open_sinks import Sinks
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.sink import Scalar, Sinks, scalars_of
+from rollmill.runs.sink import Scalar, scalars_of
 from rollmill.runs.sinks.tensorboard import crc32c, encode, record
 from tests.cli.test_init import shell, shortened
 from tests.runs.conftest import make_config

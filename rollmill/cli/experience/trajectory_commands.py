@@ -296,17 +296,17 @@ def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
     """Forget a user in one run, say what was done, and return the trajectories that are kept for now."""
     import asyncio
 
-    from rollmill.gateway.sessions.registry import pseudonyms
-    from rollmill.runs.run import RunDirectory
+    from rollmill.gateway.sessions.registry import pseudonym
+    from rollmill.runs.opening import open_run
 
-    run = RunDirectory.open(run_dir)
+    run = open_run(run_dir)
     if named and run.config.database is None and not (run.path / "mill.db").exists():
         typer.echo(f"{run_dir}: nothing was recorded")
         return []
     _, store = _open(run_dir, None, None)
-    places = [run, *(RunDirectory.open(path) for path in sorted((run.path / "services").glob("*")))]
+    places = [run, *(open_run(path) for path in sorted((run.path / "services").glob("*")))]
     ended = sum(asyncio.run(_forget_open(place, user)) for place in places)
-    deleted, kept = store.delete_user(pseudonyms(run.secrets["admin_token"].encode(), user))
+    deleted, kept = store.delete_user(pseudonym(run.secrets["admin_token"].encode(), user))
     where = f"{run_dir}: " if named else ""
     typer.echo(f"{where}{ended} open sessions ended, {len(deleted)} trajectories deleted")
     for id, reason in kept.items():

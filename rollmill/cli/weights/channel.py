@@ -146,10 +146,10 @@ def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
 
 def _check_gate(place: Place, name: str, wanted: Version) -> None:
     from rollmill.realtime.gate_run import check_live
-    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.opening import open_run
 
     has_run = place.run is not None and (place.run / "run.json").is_file()
-    required = has_run and place.run is not None and RunDirectory.open(place.run).config.gate is not None
+    required = has_run and place.run is not None and open_run(place.run).config.gate is not None
     check_live(place.objects, name, wanted, required=required)
 
 

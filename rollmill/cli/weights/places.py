@@ -50,14 +50,14 @@ class Place:
 def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
     """`create` makes a store that does not exist yet, but never inside a directory with other content."""
     from rollmill.errors import WeightsError
-    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.opening import open_run
     from rollmill.storage.objects import Objects
     from rollmill.weights import WeightStore
 
     if "://" in where:
         return Place(WeightStore(Objects.open(where, token=token)), None)
     path = Path(where)
-    if (path / "run.json").is_file() and isinstance(home := RunDirectory.open(path).home_store, str):
+    if (path / "run.json").is_file() and isinstance(home := open_run(path).home_store, str):
         return Place(WeightStore(Objects.open(home)), path)
     run = path if (path / "run.json").is_file() or (path / "store").is_dir() else None
     if run is not None:

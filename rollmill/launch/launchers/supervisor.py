@@ -13,23 +13,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollmill.backoff import Backoff
-from rollmill.errors import RollmillError, StorageError
-from rollmill.launch.fork_server import SUPERVISOR, end_with_parent
+from rollmill.errors import StorageError
 from rollmill.launch.launcher import FINAL, MAX_RESTARTS, STEADY_S
-from rollmill.launch.launchers.keeper import NODE, SEND_S
+from rollmill.launch.launchers.keeper import NODE
+from rollmill.launch.parent_death import SUPERVISOR
 from rollmill.launch.role_inputs import take
 from rollmill.runs.exits import describe_exit
-from rollmill.runs.shared.outbox import Outbox, bring
+from rollmill.runs.shared.outbox import Outbox
 from rollmill.runs.shared.presence import RENEW_S, Presence
 from rollmill.storage.objects import Objects
 
 STOPPED = 130  # exit code of a supervisor: it was asked to stop
-SUPERVISE = "from rollmill.launch.launchers.supervisor import supervise; supervise()"
+SUPERVISE = "from rollmill.launch.supervise import drive_given; drive_given()"
 
 
 class Supervisor:
@@ -126,26 +125,3 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def supervise() -> None:
-    """The process of a supervisor: drives the run that it is handed on stdin, and writes its report."""
-    from rollmill.launch.supervise import drive
-    from rollmill.runs.prepare import need_tokenizer
-    from rollmill.runs.write_report import report_run
-
-    end_with_parent()
-    run = take(json.load(sys.stdin))
-    objects = Objects.open(run.home_store)
-    try:
-        drive(run)
-        everything = replace(run, path=run.path / "report", service_of=run.path)  # events of all nodes
-        time.sleep(SEND_S)  # the supervisor's own last ones are on their way
-        bring(objects, everything.path)
-        need_tokenizer(run)
-        report_run(everything)
-    except KeyboardInterrupt:
-        sys.exit(STOPPED)
-    except RollmillError as error:
-        print(error, file=sys.stderr)
-        sys.exit(FINAL)

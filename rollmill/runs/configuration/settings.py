@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rollmill.chat.config import ChatConfig
-from rollmill.config import NAME, Config
+from rollmill.config import NAME, Config, validate_config
 from rollmill.environments.environment import find_parts
 from rollmill.environments.part_sections import (
     HarnessSection,
@@ -34,10 +34,11 @@ from rollmill.models.counts import all_parameters
 from rollmill.rollouts.config import LONGEST_ANSWER, SHORTEST_ANSWER, DispatcherConfig, RolloutConfig
 from rollmill.runs.configuration.autoscale_rule import BalanceConfig
 from rollmill.runs.configuration.cluster_section import ClusterSection
+from rollmill.runs.configuration.moved import refuse_moved
 from rollmill.runs.configuration.paths import with_absolute_paths
 from rollmill.runs.configuration.shape import model_of_checkpoint, shortened
+from rollmill.runs.saved import saved_config
 from rollmill.runs.sink import SinkSection
-from rollmill.runs.upgrade import refuse_moved
 from rollmill.training.config import lr_by_size
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.types import Version
@@ -219,10 +220,8 @@ class RunConfig(Config):
             tree = {**tree, "checkpoint": str(directory)}
             return {**tree, **shortened(model_of_checkpoint(directory), given, f"the checkpoint {directory}")}
         if isinstance(start, dict) and isinstance(start.get("run"), str):
-            from rollmill.runs.run import RunDirectory
-
             line = str(start.get("version")).rpartition("@")[0]
-            model = RunDirectory.open(Path(start["run"])).config.model_of(line)
+            model = validate_config(cls, saved_config(Path(start["run"])), start["run"]).model_of(line)
             return {**tree, **shortened(model.model_dump(mode="json"), given, f"the run {start['run']}")}
         return tree
 

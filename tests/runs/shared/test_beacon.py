@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from rollmill.cli.main import app
 from rollmill.errors import ConfigError, RollmillError, StorageError
 from rollmill.launch.launchers.local import Local, terminable
-from rollmill.runs.opening import KEY, describe_run, need_index
+from rollmill.runs.opening import describe_run, need_index, open_run
 from rollmill.runs.run import RunDirectory
+from rollmill.runs.saved import KEY
 from rollmill.runs.shared import beacon
 from rollmill.runs.shared.beacon import Beacon, driven_elsewhere
 from rollmill.runs.shared.presence import Presence
@@ -61,7 +62,7 @@ def test_a_run_of_another_host_is_seen_scaled_and_stopped_by_the_url_of_its_obje
             return CliRunner().invoke(app, [*words]).output
 
         assert "training" in (said := command("status", url)) and f"process {driver.pid} on" in said
-        there = RunDirectory.open(Path(url))
+        there = open_run(Path(url))
         until(lambda: command("status", url) and (there.events / "trainer.jsonl").exists())
         with (run.logs / "trainer.log").open("a") as log:
             log.write("a line of the trainer\n")
@@ -89,7 +90,7 @@ def test_a_run_is_not_resumed_where_its_index_is_not(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
     monkeypatch.setattr(Local, "open", lambda *_: pytest.fail("it was started"))
-    there = RunDirectory.open(Path(str(run.home_store)))
+    there = open_run(Path(str(run.home_store)))
     assert there.path != run.path
     for name in (str(run.home_store), str(there.path)):
         refused = CliRunner().invoke(app, ["train", "--resume", name])

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import ConfigError
-from rollmill.runs import opening as naming
+from rollmill.runs import saved
 from rollmill.runs.free_ports import PORTS
-from rollmill.runs.opening import describe_run, open_by_url, url_of
+from rollmill.runs.opening import describe_run, open_by_url, open_run
 from rollmill.runs.run import RunDirectory
+from rollmill.runs.saved import url_of
 from rollmill.runs.shared import outbox
 from rollmill.runs.shared.addresses import announce_gateway, find_gateway, key_of
 from rollmill.runs.shared.outbox import Outbox, bring, send_report
@@ -94,18 +95,22 @@ def test_a_run_is_named_by_the_url_of_its_objects(tmp_path: Path, monkeypatch: p
         open_by_url(url)
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="cannot be read") as refused:
         patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-        patch.setattr(naming, "PATIENCE_S", 0.2)
+        patch.setattr(saved, "PATIENCE_S", 0.2)
         open_by_url(url)
     assert "credentials of the environment" in str(refused.value.hint)
     describe_run(run)
     described = Objects.open(url).get("cluster/run.json")
     assert not any(secret.encode() in described for secret in run.secrets.values())
     assert url_of(Path(url)) == url and url_of(Path("runs/demo")) is None
-    assert RunDirectory.open(Path(url)) == run  # it began on this host
+    assert open_run(Path(url)) == run  # it began on this host
+    Objects.open(url).put("cluster/run.json", described.replace(b'"format": 1', b'"format": 0'))
+    with pytest.raises(ConfigError, match=f"{url}/cluster/run.json has format 0"):
+        open_by_url(url)
+    describe_run(run)
     (run.path / "run.json").unlink()
-    elsewhere = RunDirectory.open(Path(url))
+    elsewhere = open_run(Path(url))
     assert (elsewhere.id, elsewhere.config, elsewhere.home_store) == (run.id, run.config, url)
-    assert elsewhere.path.is_relative_to(tmp_path / "home") and RunDirectory.open(Path(url)) == elsewhere
+    assert elsewhere.path.is_relative_to(tmp_path / "home") and open_run(Path(url)) == elsewhere
     assert not set(elsewhere.secrets.values()) & set(run.secrets.values())
 
     # a gateway without a port of its own takes one, and says in the store where it is

@@ -21,8 +21,8 @@ from rollmill.events import EVENTS as KINDS
 from rollmill.gateway.watching.metrics import METRICS as GATEWAY
 from rollmill.histogram import Histogram
 from rollmill.inference.engine import METRICS as ENGINE
+from rollmill.runs.open_sinks import Sinks
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.sink import Sinks
 from rollmill.runs.sinks.prometheus import Prometheus, PrometheusSettings
 from tests.runs.conftest import make_config
 from tests.runs.test_sink import EVENTS
