@@ -194,10 +194,9 @@ class TrajectoryStore:
         self._objects.delete_all(key for key in keys if key is not None)
         writing(self._engine, lambda connection: connection.execute(_ERASED, {"ids": ids}))
 
-    def delete_user(self, pseudonyms: Sequence[str]) -> tuple[builtins.list[str], dict[str, str]]:
+    def delete_user(self, pseudonym: str) -> tuple[builtins.list[str], dict[str, str]]:
         """Delete the trajectories of a user. Returns the deleted ones, and why others cannot be deleted yet."""
-        provenance = trajectories.c.provenance
-        return self._delete_where(sa.or_(*(provenance.contains(f'"{name}"', autoescape=True) for name in pseudonyms)))
+        return self._delete_where(trajectories.c.provenance.contains(f'"{pseudonym}"', autoescape=True))
 
     def delete_expired(self, older_than_s: float) -> tuple[builtins.list[str], dict[str, str]]:
         """As `delete_user`, for sealed production trajectories of an age."""

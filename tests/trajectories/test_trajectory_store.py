@@ -224,7 +224,7 @@ def test_sqlite_keeps_no_text_of_a_forgotten_user(tmp_path: Path, times: int) ->
     assert holding() == ["mill.db"]
     store.add_feedback("a", "text", 1.0, {"text": "Another opinion. " * times})
     assert holding() == ["mill.db", "mill.db-wal"]
-    assert store.delete_user(["pseudonym"]) == (["a"], {})
+    assert store.delete_user("pseudonym") == (["a"], {})
     assert holding() == [] and [said.data for said in store.feedback("a")] == [{}, {}]
 
 

@@ -14,7 +14,7 @@ from rollmill.gateway.access.access import Access
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.recording.sealing import Sealer, delete_unfinished
 from rollmill.gateway.sessions.early import About, EarlyFeedback
-from rollmill.gateway.sessions.registry import Registry, pseudonyms
+from rollmill.gateway.sessions.registry import Registry, pseudonym
 from rollmill.gateway.sessions.session_overview import describe_session
 from rollmill.gateway.wire.body import parse_object
 from rollmill.gateway.workers import Workers, log_directories
@@ -73,13 +73,13 @@ class AdminRoutes:
         if not isinstance(user, str) or not user:
             raise GatewayError("user must be a name", hint='{"user": "NAME"}')
         others = [json.loads(answer) for answer in await self._workers.ask_others(request)]
-        names = pseudonyms(self._secret, user)
-        ended = [session for session in self._registry if session.facts.provenance.get("user") in names]
+        name = pseudonym(self._secret, user)
+        ended = [session for session in self._registry if session.facts.provenance.get("user") == name]
         for session in ended:
             await self._sealer.give_up(session, _REASON)
         await self._early.forget(ended)
         await self._recorder.erase()  # sealed sessions may still be in the file
-        deleted, kept = await asyncio.to_thread(self._trajectories.delete_user, names)
+        deleted, kept = await asyncio.to_thread(self._trajectories.delete_user, name)
         if await self._early.forget([], deleted):
             await self._recorder.erase()
         count = len(ended) + sum(other["open"] for other in others)
@@ -102,8 +102,8 @@ async def _forget_in(directory: Path, secret: str, user: str, trajectories: Traj
         registry = Registry(secret, keep_routes=False)
         registry.replay(recorder.replay())
         recorder.start()
-        names = pseudonyms(secret.encode(), user)
-        found = [session for session in registry if session.facts.provenance.get("user") in names]
+        name = pseudonym(secret.encode(), user)
+        found = [session for session in registry if session.facts.provenance.get("user") == name]
         for session in found:
             await asyncio.to_thread(delete_unfinished, trajectories, objects, session.facts.trajectory)
             await recorder.forget(session.facts.trajectory)

@@ -272,12 +272,6 @@ def pseudonym(secret: bytes, user: str) -> str:
     return hmac.new(secret, b"user " + user.encode(errors="replace"), hashlib.sha256).hexdigest()[:32]
 
 
-def pseudonyms(secret: bytes, user: str) -> tuple[str, str]:
-    """All pseudonyms that records may have: the second is that of 0.1.0."""
-    old = hashlib.blake2b(user.encode(errors="replace"), digest_size=16).hexdigest()
-    return pseudonym(secret, user), old
-
-
 def _digests(owner: tuple[str, ...], messages: Sequence[Message]) -> Iterator[bytes]:
     """One digest per answer, of the conversation up to it. Clients re-format answers, see `same_message`."""
     running = _start_digest(owner)
