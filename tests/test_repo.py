@@ -6,6 +6,7 @@ Every test walks the tree, so a new file, example, document or command is checke
 from __future__ import annotations
 
 import ast
+import collections
 import fnmatch
 import importlib.util
 import json
@@ -143,6 +144,74 @@ def test_the_folders_of_weights_import_downwards_only(name: str) -> None:
             if target.startswith("rollmill.weights."):
                 other = target.split(".")[2]
                 assert other in WEIGHTS[: mine + 1], f"{name} imports {target}, which is not below it"
+
+
+# Modules named after the same thing in different places: its settings, its command, the same tool in another form.
+# A new pair needs another name: whoever reads it in an import or a traceback should know which one is meant.
+TWICE = frozenset(
+    """
+    app choice client config dispatcher engine environment events files generation hermes host init jsonl keeper
+    kind launch loans loops machine model plan ports reference sampler services settings shell streams tokenizer
+    """.split()
+)
+# Their parts still import each other; every other package has an order.
+CIRCLES: dict[str, tuple[str, ...]] = {
+    "rollmill.gateway": ("access", "config", "recording", "routing", "sessions", "watching", "wire", "workers"),
+}
+
+
+def packages() -> list[str]:
+    return sorted(name for name, path in MODULES.items() if path.name == "__init__.py")
+
+
+@cache
+def module_imports() -> tuple[tuple[str, str], ...]:
+    """(importer, imported) for all modules, wherever in a file the import stands."""
+    found = set()
+    for name, path in MODULES.items():
+        for node in ast.walk(tree(path)):
+            for target in imported(node):
+                known = target if target in MODULES else target.rpartition(".")[0]
+                if known in MODULES and known != name:
+                    found.add((name, known))
+    return tuple(sorted(found))
+
+
+def circle(order: dict[str, set[str]]) -> set[str]:
+    """What is left when all that imports nothing left, or that nothing left imports, is taken away again and again."""
+    left = dict(order)
+    while gone := [one for one in left if not left[one] & left.keys() or all(one not in left[other] for other in left)]:
+        for one in gone:
+            del left[one]
+    return set(left)
+
+
+@pytest.mark.parametrize("package", packages())
+def test_the_parts_of_a_package_import_each_other_in_no_circle(package: str) -> None:
+    """Its parts are its modules and its folders."""
+    order: dict[str, set[str]] = collections.defaultdict(set)
+    for importer, target in module_imports():
+        if importer.startswith(f"{package}.") and target.startswith(f"{package}."):
+            mine, other = (name.removeprefix(f"{package}.").split(".")[0] for name in (importer, target))
+            if mine != other:
+                order[mine].add(other)
+    assert circle(order) == set(CIRCLES.get(package, ())), "move what both need to a part below"
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == {"a", "b", "c"}
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) == set()
+
+
+@pytest.mark.parametrize("package", packages())
+def test_a_folder_can_be_looked_over(package: str) -> None:
+    modules = [name for name in MODULES if name.rpartition(".")[0] == package and name not in packages()]
+    assert len(modules) <= 20, f"{package} has {len(modules)} modules"
+
+
+def test_a_module_name_means_one_thing() -> None:
+    stems = collections.Counter(name.rpartition(".")[2] for name in MODULES if name not in packages())
+    assert {name for name, count in stems.items() if count > 1} <= TWICE
 
 
 def test_ray_is_imported_in_one_module() -> None:
