@@ -16,7 +16,7 @@ def refuse_moved(tree: dict[str, Any]) -> None:
     rollouts = tree.get("rollouts")
     if isinstance(rollouts, dict) and "simulated_tool_seconds" in rollouts:
         raise ConfigError(
-            "'rollouts.simulated_tool_seconds' was removed: a run simulates nothing",
+            "'simulated_tool_seconds' of [rollouts] was removed: tools take as long as they take",
             hint="leave it out; `harness.kind` may be a class of yours whose commands wait: benchmarks/slow_tools.py",
         )
     if "trainer" in tree:

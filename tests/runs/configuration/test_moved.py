@@ -22,5 +22,5 @@ def test_a_file_is_told_where_its_settings_are_now(name: str, tmp_path: Path) ->
 def test_a_file_with_simulated_tool_times_is_told_that_runs_have_none(tmp_path: Path) -> None:
     file = tmp_path / "slow.toml"
     file.write_text('name = "slow"\nrollouts.simulated_tool_seconds = [0.1]\n')
-    with pytest.raises(ConfigError, match=r"simulated_tool_seconds' was removed[\s\S]*hint: .*harness\.kind"):
+    with pytest.raises(ConfigError, match=r"simulated_tool_seconds' of .* was removed[\s\S]*hint: .*harness\.kind"):
         load_config(RunConfig, file)
