@@ -14,9 +14,10 @@ from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.small_run import ONE_REGION, small_run
+from tests.launch.chance import ANY_SIGNAL
 from tests.rollouts.test_seeds import Answers, answers
 
-DIALS = ("seed=3", "stages.rl.steps=2", "stages.rl.max_staleness=0", "stages.rl.groups_per_step=2")
+DIALS = (*ANY_SIGNAL, "seed=3", "stages.rl.steps=2", "stages.rl.max_staleness=0", "stages.rl.groups_per_step=2")
 
 
 def tokens_and_digest(root: Path, name: str, base: RunDirectory, *dials: str) -> tuple[Answers, str]:

@@ -6,6 +6,8 @@ no single one can hold them all.
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import hashlib
 import json
 import os
@@ -47,13 +49,15 @@ async def interpreter(packages: str) -> Path:
     wanted = HERE / packages
     mark = hashlib.blake2b(wanted.read_bytes() + sys.version.encode(), digest_size=6).hexdigest()
     place = CACHE.parent / f"frameworks-{mark}"
-    if not (place / "complete").exists():
-        CACHE.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(place, ignore_errors=True)
-        await run(sys.executable, "-m", "venv", place)
-        options = ("-q", "--no-deps", "--no-input", "--disable-pip-version-check")
-        await run(place / "bin" / "python", "-m", "pip", "install", *options, "-r", wanted)
-        (place / "complete").touch()
+    CACHE.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_suffix(".lock").open("w") as lock:  # tests run side by side
+        await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+        if not (place / "complete").exists():
+            shutil.rmtree(place, ignore_errors=True)
+            await run(sys.executable, "-m", "venv", place)
+            options = ("-q", "--no-deps", "--no-input", "--disable-pip-version-check")
+            await run(place / "bin" / "python", "-m", "pip", "install", *options, "-r", wanted)
+            (place / "complete").touch()
     return place / "bin" / "python"
 
 
