@@ -22,7 +22,7 @@ from rollmill.types import Trajectory
 class HandIn(BaseModel):
     """With the trajectory's payload, everything that grading needs of an episode."""
 
-    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", frozen=True)
+    model_config = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64", frozen=True)
 
     files: dict[str, bytes] = {}
     deleted: list[str] = []

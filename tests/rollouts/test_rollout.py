@@ -447,8 +447,9 @@ DAMAGED = {
     "empty": b"",
     "no JSON": b"\xff{",
     "no object": b"[]",
-    "no base64": b'{"main.py": "\xc3\xa4"}',
-    "no text": b'{"main.py": 1}',
+    "no base64": b'{"files": {"main.py": "\xc3\xa4"}}',
+    "no text": b'{"files": {"main.py": 1}}',
+    "of another format": b'{"main.py": ""}',
 }
 
 
