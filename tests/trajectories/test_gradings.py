@@ -6,7 +6,6 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
-from rollmill.storage.database import open_database
 from rollmill.training.rl.baseline import GroupBaseline
 from rollmill.training.rl.selection import weigh_groups
 from rollmill.trajectories.gradings import begin_grading, record_group
@@ -15,7 +14,6 @@ from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, Version
 from tests.trajectories.test_ledger import assert_adds_up, record, settle, start
-from tests.trajectories.test_migrations import restore
 
 SEVERAL = Reward(0.7, {"solved": 1.0, "tests": 1.0, "length": -0.3})  # solved, though the sum is below 1
 UNSOLVED = Reward(1.2, {"solved": 0.0, "tests": 0.0, "style": 1.2})
@@ -115,15 +113,3 @@ def test_a_quarantine_takes_a_trajectory_out_of_its_group_and_no_step_loses_one(
     store.quarantine("b-0", "for exports and other runs")
     assert store.get("b-0").state == "quarantined" and ledger.counts()["trained"] == 3
     assert_adds_up(ledger, engine)
-
-
-@pytest.mark.parametrize(("parts", "solved"), [('{"tests":1.0}', True), ('{"solved":0.0,"style":1.0}', False)])
-def test_the_migration_says_what_is_solved(database_url: str, parts: str, solved: bool) -> None:
-    restore(database_url, "0001")
-    engine = sa.create_engine(database_url)
-    with engine.begin() as connection:
-        connection.execute(sa.text("UPDATE rewards SET parts = :parts"), {"parts": parts})
-    engine.dispose()
-    with open_database(database_url).connect() as connection:
-        found = {row.id: row.solved for row in connection.execute(sa.text("SELECT id, solved FROM trajectories"))}
-    assert bool(found["run-000000-0"]) is solved and found["run-000001-0"] is None
