@@ -180,10 +180,11 @@ def test_pytest_runs_fast_tests_and_the_chosen_slow_ones(tmp_path: Path) -> None
     (tmp_path / "tests/test_two.py").write_text(slow + "def test_fast(): ...\n")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['slow', 'kernels']\n")
     (tmp_path / "chosen").write_text("tests/test_one.py\nray\n")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", "tests"],
         cwd=tmp_path,
-        env={**os.environ, "ROLLMILL_TEST_SELECTION": "chosen", "ROLLMILL_TEST_DURATIONS": "yes"},
+        env={**outside, "ROLLMILL_TEST_SELECTION": "chosen", "ROLLMILL_TEST_DURATIONS": "yes"},
         capture_output=True,
         text=True,
     )
