@@ -326,7 +326,7 @@ async def test_the_engine_process_serves_follows_and_ends(tmp_path: Path) -> Non
             process.kill()
 
 
-@pytest.mark.parametrize("module", ["config", "wire", "engine", "follower", "server"])
+@pytest.mark.parametrize("module", ["config", "engine_wire", "engine", "follower", "server"])
 def test_importing_needs_no_torch(module: str) -> None:
     code = f"import sys, rollmill.inference.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

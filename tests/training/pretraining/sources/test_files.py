@@ -21,7 +21,7 @@ from rollmill.training.pretraining.source import SourceContext
 from rollmill.training.pretraining.sources.files import parts
 from rollmill.training.pretraining.sources.jsonl import Jsonl, JsonlSettings
 from rollmill.training.pretraining.sources.text import Text, TextDocuments, TextFileSettings
-from tests.training.sources.conftest import CODE
+from tests.training.pretraining.sources.conftest import CODE
 
 Context = Callable[..., SourceContext]
 LONG = "".join(CODE[:40]) + "é→" * 300  # no line ends in its last part
