@@ -92,7 +92,7 @@ class Image:
 def images_directory() -> Path:
     """Where built images are: $ROLLMILL_IMAGES, or below the user's cache directory."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("ROLLMILL_IMAGES") or cache / "rollmill" / "images")
+    return Path(os.environ.get("ROLLMILL_IMAGES") or cache / "rollmill" / "images").absolute()  # mounted from elsewhere
 
 
 def python_platform(root: str | None = None) -> str:

@@ -154,3 +154,9 @@ async def test_large_files_and_links_of_an_image(store: Path) -> None:
     with pytest.raises(TaskError, match=r"1 MiB(.|\n)*image_mb"):
         load_image("large", None, max_bytes=1 << 20)
     remove_image("large")
+
+
+def test_the_directory_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROLLMILL_IMAGES", "images")
+    assert images_directory() == tmp_path / "images"
