@@ -133,17 +133,20 @@ def test_imports_go_downwards_only(name: str) -> None:
                 assert RANK[other] < RANK[mine], f"{name} imports {target}, which is not below it"
 
 
-WEIGHTS = ("format", "reading", "writing", "files", "regions")  # the folders of rollmill/weights, lowest first
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("rollmill.weights.")])
-def test_the_folders_of_weights_import_downwards_only(name: str) -> None:
-    mine = WEIGHTS.index(name.split(".")[2])
-    for node in ast.walk(tree(MODULES[name])):
-        for target in imported(node):
-            if target.startswith("rollmill.weights."):
-                other = target.split(".")[2]
-                assert other in WEIGHTS[: mine + 1], f"{name} imports {target}, which is not below it"
+# The folders of each package that has several, lowest first: a folder may import from those before it.
+FOLDERS = {
+    "rollmill.chat": ("families", "formats"),
+    "rollmill.cli": ("weights", "experience", "environments", "serving"),
+    "rollmill.environments": ("harnesses", "samplers", "tasks", "rewards", "harbor"),
+    "rollmill.inference": ("embedded", "vllm"),
+    "rollmill.launch": ("launchers", "roles"),
+    "rollmill.machines": ("guest", "images", "namespace", "remote", "qemu"),
+    "rollmill.models": ("kernels", "updates", "huggingface"),
+    "rollmill.models.kernels": ("quantised", "attention", "heads"),
+    "rollmill.runs": ("configuration", "shared", "sinks", "report"),
+    "rollmill.training": ("numerics", "parallel", "publishing", "optimizers", "rl", "pretraining", "stages"),
+    "rollmill.weights": ("format", "reading", "writing", "files", "regions"),
+}
 
 
 # Modules named after the same thing in different places: its settings, its command, the same tool in another form.
@@ -186,16 +189,40 @@ def circle(order: dict[str, set[str]]) -> set[str]:
     return set(left)
 
 
-@pytest.mark.parametrize("package", packages())
-def test_the_parts_of_a_package_import_each_other_in_no_circle(package: str) -> None:
-    """Its parts are its modules and its folders."""
+def parts_imported(package: str) -> dict[str, set[str]]:
+    """For each part of a package (a module or a folder) the parts that it imports."""
     order: dict[str, set[str]] = collections.defaultdict(set)
     for importer, target in module_imports():
         if importer.startswith(f"{package}.") and target.startswith(f"{package}."):
             mine, other = (name.removeprefix(f"{package}.").split(".")[0] for name in (importer, target))
             if mine != other:
                 order[mine].add(other)
-    assert circle(order) == set(CIRCLES.get(package, ())), "move what both need to a part below"
+    return order
+
+
+@pytest.mark.parametrize("package", packages())
+def test_the_parts_of_a_package_import_each_other_in_no_circle(package: str) -> None:
+    assert circle(parts_imported(package)) == set(CIRCLES.get(package, ())), "move what both need to a part below"
+
+
+def test_the_folders_of_a_package_have_an_order() -> None:
+    """Also what a folder imports by way of a module beside it is below it."""
+    folders: dict[str, set[str]] = collections.defaultdict(set)
+    for name in packages():
+        folders[name.rpartition(".")[0]].add(name.rpartition(".")[2])
+    several = {package: found for package, found in folders.items() if "." in package and len(found) > 1}
+    assert {package: set(order) for package, order in FOLDERS.items()} == {
+        package: found for package, found in several.items() if package not in CIRCLES
+    }, "FOLDERS lists the folders of every package that has several, in the order of their imports"
+    for package, order in FOLDERS.items():
+        imports = parts_imported(package)
+        for number, folder in enumerate(order):
+            reached, open_parts = set(), [folder]
+            while open_parts:
+                new = imports[open_parts.pop()] - reached
+                reached |= new
+                open_parts += new
+            assert not reached & set(order[number + 1 :]), f"{package}.{folder} imports what is not below it"
 
 
 def test_a_circle_is_found() -> None:
