@@ -25,6 +25,7 @@ import json
 import sys
 import types
 import typing
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,12 +234,32 @@ def _traces(error: BaseException) -> list[types.TracebackType]:
 
 
 def missing_members(found: type, protocol: type) -> list[str]:
-    """What keeps a class from being the Protocol: members that are missing, or that cannot be called as it says."""
+    """What keeps a class from being the Protocol: members that are missing, or that cannot be called as it says.
+
+    Of a base class whose methods have defaults, a class must be derived: there a misspelt method would never be called,
+    so a public name that is nearly one of the base is a problem too.
+    """
+    if not getattr(protocol, "_is_protocol", False):
+        if not issubclass(found, protocol):
+            return [f"it is not derived from {protocol.__module__}.{protocol.__name__}"]
+        return [*_misspelt(found, protocol), *_unlike(found, protocol)]
+    return _unlike(found, protocol)
+
+
+def _misspelt(found: type, base: type) -> list[str]:
+    problems, known = [], members_of(base)
+    for name in sorted(members_of(found) - known):
+        if near := difflib.get_close_matches(name, known - vars(found).keys(), n=1, cutoff=0.8):
+            problems.append(f"`{name}` is nearly `{near[0]}`, which it inherits: is that what is meant?")
+    return problems
+
+
+def _unlike(found: type, protocol: type) -> list[str]:
     problems = []
     annotated = {name for base in found.__mro__ for name in getattr(base, "__annotations__", {})}
     for name in sorted(members_of(protocol)):
         wanted, given = getattr(protocol, name, None), getattr(found, name, None)
-        if given is None and name not in annotated:
+        if (given is None and name not in annotated) or getattr(given, "__isabstractmethod__", False):
             problems.append(f"it has no `{name}`{_shape(name, wanted)}")
         elif inspect.iscoroutinefunction(wanted) and not inspect.iscoroutinefunction(given):
             problems.append(f"`{name}` must be `async def`")
@@ -250,7 +271,7 @@ def missing_members(found: type, protocol: type) -> list[str]:
 
 
 def members_of(protocol: type) -> set[str]:
-    bases = [base for base in protocol.__mro__ if base not in (object, Protocol, typing.Generic)]
+    bases = [base for base in protocol.__mro__ if base not in (object, ABC, Protocol, typing.Generic)]
     names = {name for base in bases for name in (*vars(base), *getattr(base, "__annotations__", {}))}
     return {name for name in names if not name.startswith("_")}
 

@@ -20,7 +20,7 @@ from rollmill.runs.run import RunConfig, RunDirectory
 OWN = """
     from collections.abc import Iterator
     from pydantic import Field
-    from rollmill import Config, Episode, Reward, Task
+    from rollmill import Config, Episode, MachineHost, Reward, Task
 
     class TicketsConfig(Config):
         path: str
@@ -63,6 +63,14 @@ OWN = """
         name = "taken"
         def __init__(self, config: Settings): ...
         async def grade(self, episode): ...
+
+    class Bare:
+        async def create(self, image, files=None, *, snapshot=None): ...
+        async def close(self): ...
+
+    class Rack(MachineHost):
+        async def create(self, image, files=None, *, snapshot=None): ...
+        def expct(self, image, count): ...
 
     nothing = 3
 """
@@ -125,6 +133,8 @@ def test_a_run_keeps_its_code_and_finds_it_again(directory: Path) -> None:
         ("rewards=[{kind='own_kinds:Slow'}]", "`grade` must be `async def`"),
         ("rewards=[{kind='own_kinds:Loose'}]", "must take one parameter that is annotated"),
         ("rewards=[{kind='own_kinds:Taken'}]", "setting 'weight' has a name that every kind has"),
+        ("machine.kind=own_kinds:Bare", "Bare is no MachineHost: it is not derived from .*MachineHost"),
+        ("machine.kind=own_kinds:Rack", "`expct` is nearly `expect`, which it inherits.*it has no `close`: close"),
         ("harness.kind=codin", "did you mean 'coding'"),
         ("harness.max_turn=3", "unknown key 'max_turn'; did you mean 'max_turns'"),
     ],

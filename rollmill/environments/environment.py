@@ -15,8 +15,7 @@ from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
 from rollmill.kinds import build, resolve_paths, search_also
-from rollmill.machines.machine import MachineHost
-from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.machine import MachineHost, MachineSection
 from rollmill.machines.pool import Pool, PoolConfig
 
 

@@ -1,21 +1,16 @@
 """A machine behind an agent (guest/agent.py): requests over a socket, one after the other.
 
-What the agent answers is not trusted: a command may have taken the agent over. An answer has the number of its request,
-the fields that the request asks for, and no more bytes than it allows. Anything else ends the machine.
+An answer that has not the number of its request, or is none (framed_machine.py), ends the machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import math
 import os
-import signal
 import socket
-import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
@@ -23,16 +18,11 @@ from pydantic import Field
 from rollmill.config import Config
 from rollmill.errors import MachineError
 from rollmill.machines.egress import ENTRY, Egress
+from rollmill.machines.framed_machine import Answer, FramedMachine
 from rollmill.machines.guest import frames as wire
-from rollmill.machines.machine import WORK, Capabilities, ExecResult, Order, ProcessState, longest
 
 GRACE_S = 20.0  # a machine that does not answer for this long beyond its own time limit is given up
-_NOTE = 64  # bytes of the line that replaces the middle of a long output
-_TYPED, _FULL_S = 4096, 0.02  # bytes typed at once; pause while a terminal takes none
 _MOST_STALE = 16  # answers to earlier requests that are dropped before a machine is given up
-_STOPPED = (None, "time", "memory", "processes")
-
-Answer = tuple[dict[str, Any], bytes]
 
 
 class Ended(NamedTuple):
@@ -78,7 +68,7 @@ class AgentMachineConfig(Config):
     )
 
 
-class AgentMachine(ABC):
+class AgentMachine(FramedMachine):
     """What all machines with an agent have in common. A kind of machine adds `_end`, and what its host does.
 
     A machine that fails before its first command, or whose host is not healthy, is an infrastructure failure:
@@ -87,13 +77,11 @@ class AgentMachine(ABC):
     in a machine or its template before (`_proven`), an agent that answers its first command with an error is believed.
     """
 
-    capabilities: Capabilities
     _grace_s = GRACE_S
     _proven = False  # a command has run in what this machine was made from, so its agent can start commands
 
     def __init__(self, image: str, connection: socket.socket, name: str) -> None:
         self.image = image
-        self.environment: dict[str, str] = {}  # of every command, under what its caller gives
         self._name = name
         self._connection = connection
         self._lock = asyncio.Lock()
@@ -107,9 +95,6 @@ class AgentMachine(ABC):
         self._ruined = False  # by a command of its own
         self._closed = False
         self._egress: Egress | None = None
-
-    @abstractmethod
-    async def listen(self) -> tuple[socket.socket, int]: ...
 
     async def open_egress(self, config: AgentMachineConfig) -> None:
         """Let commands reach the names of `egress`, through a proxy whose variables they find in their environment."""
@@ -125,63 +110,9 @@ class AgentMachine(ABC):
     async def _end(self, begun: bool) -> Ended:
         """End the machine. Says whether the infrastructure failed; `begun`: a command had begun."""
 
-    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
-        order = Order(argv, **options)
-        header, began = self._header("exec", order), time.monotonic()
-        limit_s, most = longest(order.timeout_s), order.max_output + _NOTE
-        answer = await self._request(header, order.stdin, timeout_s=limit_s, max_body=most)
-        if answer is None:
-            return ExecResult(exit_code=-signal.SIGKILL, output=b"", stopped="machine")
-        reply, output = answer
-        return ExecResult(
-            exit_code=reply["exit_code"],
-            output=output,
-            truncated=reply["truncated"],
-            stopped=reply["stopped"],
-            seconds=min(reply["seconds"], time.monotonic() - began),
-            starved=reply.get("starved") is True,
-        )
-
-    async def start(self, argv: Sequence[str], **options: Any) -> AgentProcess:
-        order = Order(argv, **options)
-        answer = await self._request(self._header("start", order), order.stdin)
-        return AgentProcess(self, None if answer is None else answer[0]["process"], order.max_output)
-
-    def _header(self, operation: str, order: Order) -> dict[str, Any]:
-        if not order.argv or isinstance(order.argv, str) or not 0 <= order.max_output <= wire.MAX_BODY - _NOTE:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        if order.user is not None and order.user not in self.capabilities.users:
-            raise OSError(errno.EPERM, f"no user {order.user!r} here; there are: {', '.join(self.capabilities.users)}")
-        return {"op": operation, **order.header(self.environment)}
-
-    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        limit = min(max_bytes, wire.MAX_BODY)
-        return await self._request_files({"op": "read", "path": _inside(path), "max_bytes": limit}, max_body=limit)
-
-    async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
-        most = min(max_bytes, wire.MAX_BODY >> 1)
-        header = {"op": "pack", "path": _inside(directory), "max_bytes": most, "whole": whole}
-        return await self._request_files(header, timeout_s=timeout_s, max_body=wire.MAX_BODY)
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self.write_all({path: data})
-
-    async def write_all(self, files: Mapping[str, bytes]) -> None:
-        entries = [[_inside(path), len(data)] for path, data in files.items()]
-        await self._request_files({"op": "write", "files": entries}, b"".join(files.values()))
-
-    async def _request_files(
-        self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, max_body: int = 0
-    ) -> bytes:
-        answer = await self._request(header, body, timeout_s=timeout_s, max_body=max_body)
-        if answer is None:
-            raise FileNotFoundError(errno.ENOENT, "the machine's commands ended it", header.get("path"))
-        return answer[1]
-
-    async def _request(
+    async def request(
         self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, max_body: int = wire.MAX_BODY
     ) -> Answer | None:
-        """Send a request and return its reply; None if the machine's own commands ruined it. OSError: refused."""
         self._number += 1
         number = self._number
         frame = wire.pack({**header, "id": number}, body)
@@ -230,7 +161,7 @@ class AgentMachine(ABC):
                 for _ in range(_MOST_STALE):
                     reply, data = await self._receive(operation == "listen", max_body)
                     if reply.get("id", number) == number:  # an agent that cannot go on says so without a number
-                        return _checked(operation, reply), data
+                        return self.checked(operation, reply), data
             return None
         except (OSError, wire.WireError):
             return None
@@ -282,89 +213,6 @@ class AgentMachine(ABC):
         return bytes(data)
 
 
-class AgentProcess:
-    """A process that keeps running between commands. `identifier` is None if the machine was ruined."""
-
-    def __init__(self, machine: AgentMachine, identifier: int | None, max_output: int) -> None:
-        self._machine = machine
-        self._identifier = identifier
-        self._max_output = max_output
-        self._last: ProcessState | None = None  # after stop
-
-    async def state(self) -> ProcessState:
-        return await self._ask("state")
-
-    async def stop(self) -> ProcessState:
-        self._last = await self._ask("stop")
-        return self._last
-
-    async def write(self, data: bytes) -> None:
-        while data:
-            data = data[await self.write_some(data, 60.0) :]
-
-    async def write_some(self, data: bytes, within_s: float) -> int:
-        """Type what the terminal takes within `within_s`. Returns how many bytes that were."""
-        deadline, done = time.monotonic() + within_s, 0
-        while done < len(data) and time.monotonic() < deadline:
-            count = (await self._tell({"op": "input"}, data[done : done + _TYPED]))["count"]
-            done += count
-            if not count:
-                await asyncio.sleep(_FULL_S)
-        return done
-
-    async def resize(self, rows: int, columns: int) -> None:
-        await self._tell({"op": "resize", "rows": rows, "columns": columns})
-
-    async def _tell(self, header: dict[str, Any], body: bytes = b"") -> dict[str, Any]:
-        answer = None
-        if self._identifier is not None and self._last is None:
-            answer = await self._machine._request({**header, "process": self._identifier}, body, max_body=0)
-        if answer is None:
-            raise OSError(errno.ESRCH, "the process has ended")
-        return answer[0]
-
-    async def _ask(self, operation: str) -> ProcessState:
-        if self._last is not None:
-            return self._last
-        answer = None
-        if self._identifier is not None:
-            request = {"op": operation, "process": self._identifier}
-            answer = await self._machine._request(request, max_body=self._max_output + _NOTE)
-        if answer is None:
-            return ProcessState(exit_code=-signal.SIGKILL, output=b"", stopped="machine")
-        reply, output = answer
-        return ProcessState(reply["exit_code"], output, reply["truncated"], reply["stopped"])
-
-
-def _checked(operation: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """The reply, if it has what the operation promises. WireError if not."""
-    if "error" in reply:
-        return reply
-    if "errno" in reply:
-        valid = _is_count(reply["errno"], 4095) and isinstance(reply.get("path"), str | None)
-    elif operation in ("exec", "state", "stop"):
-        code, seconds = reply.get("exit_code"), reply.get("seconds", 0.0)
-        valid = (code is None and operation != "exec") or (isinstance(code, int) and abs(code) < 1 << 16)
-        valid &= isinstance(reply.get("truncated"), bool) and reply.get("stopped") in _STOPPED
-        valid &= isinstance(seconds, int | float) and math.isfinite(seconds) and seconds >= 0
-        valid &= operation != "exec" or "seconds" in reply
-    elif operation in ("start", "listen"):
-        valid = _is_count(reply.get("process" if operation == "start" else "port"), 1 << 32)
-    elif operation == "input":
-        valid = reply.get("count") == 0 or _is_count(reply.get("count"), _TYPED)
-    elif operation == "busy":
-        valid = isinstance(reply.get("busy"), bool)
-    else:
-        valid = True
-    if not valid:
-        raise wire.WireError(f"no answer to {operation!r}")
-    return reply
-
-
-def _is_count(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
-
-
 async def _readable(connection: socket.socket) -> None:
     """Return when `connection` can be read."""
     loop = asyncio.get_running_loop()
@@ -374,13 +222,3 @@ async def _readable(connection: socket.socket) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(connection)
-
-
-def _inside(path: str) -> str:
-    """Relative paths are relative to the work directory. A NUL byte or half a surrogate pair names no file."""
-    try:
-        if not path or b"\0" in path.encode("utf-8", "surrogateescape"):
-            raise ValueError
-    except ValueError:  # UnicodeEncodeError is one
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
-    return os.path.join(WORK, path)

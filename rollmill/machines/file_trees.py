@@ -16,8 +16,7 @@ from pathlib import Path
 
 from rollmill.machines.images.layers import safe_path
 from rollmill.machines.images.tar import ArchiveError, Entry, Tar
-from rollmill.machines.machine import WORK, Machine
-from rollmill.machines.pack_tree import check_tree, pack_tree
+from rollmill.machines.machine import WORK, Machine, check_tree
 
 LARGEST = 1 << 27  # bytes of a tree
 _MOST_ENTRIES = 1_000_000
@@ -38,10 +37,10 @@ async def put_tree(machine: Machine, source: Path, target: str = WORK) -> None:
 async def get_tree(machine: Machine, source: str, target: Path, *, max_bytes: int = LARGEST) -> None:
     """Copy what is below a directory of the machine into the directory `target`, over what is there.
 
-    OSError as with `pack_tree`, or the machine packed nonsense (EBADMSG). MachineError as with `exec`.
+    OSError as with `Machine.pack`, or the machine packed nonsense (EBADMSG). MachineError as with `exec`.
     """
     limit_s = _LIMIT_S * machine.capabilities.slowdown
-    packed = await pack_tree(machine, source, max_bytes=max_bytes, timeout_s=limit_s)
+    packed = await machine.pack(source, max_bytes=max_bytes, timeout_s=limit_s)
     await asyncio.to_thread(unpack, packed, target, max_bytes)
 
 

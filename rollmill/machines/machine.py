@@ -1,12 +1,23 @@
-"""Machine: the "operating system" part of an environment. exec, start, read, write, listen, snapshot, fork, close."""
+"""Machine: the "operating system" part of an environment. exec, start, read, write, listen, snapshot, fork, close.
+
+A kind of machine is two classes: one derived from `MachineHost`, named by `[machine] kind = "package.module:Class"`,
+and one derived from `Machine`, which its `create` returns. Methods that are not abstract raise OSError here, or do
+their work in a plain way: a kind may do better. The pool (pool.py) stands around every kind.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
 import socket
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
+
+from rollmill.kinds import KindSection, Slot
 
 log = logging.getLogger(__name__)
 WORK = "/work"  # the directory of a task's files, inside every machine
@@ -31,7 +42,7 @@ def longest(timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class Order:
-    """What `exec` and `start` are asked to run. Kinds of machines make one of the options that they are given."""
+    """What `exec` and `start` are asked to run. `Machine.order` makes one of their arguments."""
 
     argv: Sequence[str]
     cwd: str = WORK
@@ -65,23 +76,24 @@ class ProcessState:
     stopped: Literal["memory", "processes", "machine"] | None = None  # the limit that ended it
 
 
-class Process(Protocol):
+class Process(ABC):
     """A process that `Machine.start` started. It runs while commands come and go, and ends with its machine."""
 
+    @abstractmethod
     async def state(self) -> ProcessState: ...
 
-    async def write(self, data: bytes) -> None:
-        """Type into its terminal. Returns once all is typed: a program that reads nothing takes a few KiB. OSError: it
-        has no terminal, or has ended."""
-        ...
-
-    async def resize(self, rows: int, columns: int) -> None:
-        """Change the size of its terminal. OSError as with `write`."""
-        ...
-
+    @abstractmethod
     async def stop(self) -> ProcessState:
         """End the process and everything it started. Returns its last state; safe to repeat."""
-        ...
+
+    @abstractmethod
+    async def write(self, data: bytes, within_s: float | None = None) -> int:
+        """Type into its terminal. Returns how many bytes it took `within_s` seconds; all, if that is None. A program
+        that reads nothing takes a few KiB. OSError: it has no terminal, or has ended."""
+
+    @abstractmethod
+    async def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal. OSError as with `write`."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +122,11 @@ class Capabilities:
 USERS = ("user", "root")  # of machines whose agent is ours
 
 
-class Machine(Protocol):
+class Machine(ABC):
     capabilities: Capabilities
     image: str  # what it started from, with its digest: NAME@DIGEST
 
+    @abstractmethod
     async def exec(
         self,
         argv: Sequence[str],
@@ -134,7 +147,29 @@ class Machine(Protocol):
         Whatever a command does is a result, the ruin of its machine included. OSError: these arguments are no command.
         MachineError: the infrastructure failed. Only evidence from the host makes one, never the machine's own.
         """
-        ...
+
+    @abstractmethod
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """Read a file. OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes). Links stay in the machine.
+
+        Any path that a model can write is served or refused. The files of a ruined machine are not found.
+        """
+
+    @abstractmethod
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a file, and its directories. OSError as usual (ENOSPC …).
+
+        rollmill/machines/file_trees.py copies whole directories.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the machine and all its processes. Safe to repeat."""
+
+    async def write_all(self, files: Mapping[str, bytes]) -> None:
+        """Write several files. A kind may do it by one request."""
+        for path, data in files.items():
+            await self.write(path, data)
 
     async def start(
         self,
@@ -152,26 +187,23 @@ class Machine(Protocol):
         With `pty`, rows and columns, it has a terminal: `stdin` is what is typed first, and `Process.write` types more.
         The limits of the machine hold for all its processes together. EAGAIN: too many were started.
         """
-        ...
-
-    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """Read a file. OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes). Links stay in the machine.
-
-        Any path that a model can write is served or refused. The files of a ruined machine are not found.
-        """
-        ...
-
-    async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a file, and its directories. OSError as usual (ENOSPC …).
-
-        rollmill/machines/file_trees.py copies whole directories.
-        """
-        ...
+        raise self._cannot("start processes that run between commands")
 
     async def pack(self, directory: str, *, max_bytes: int, timeout_s: float, whole: bool = True) -> bytes:
-        """A tar of a directory, made where no command of the machine reaches. OSError as with `pack_tree` of
-        rollmill/machines/file_trees.py: optional. For a kind without, `pack_tree` has `tar` of the machine do it."""
-        ...
+        """A tar of a directory, which nobody has checked; if not `whole`, without what cannot be read.
+
+        Here `tar` of the machine makes it. A kind does better where no command of the machine reaches. OSError: there
+        is no such directory (FileNotFoundError), not all can be read, it has more than `max_bytes` (EFBIG), or it
+        cannot be packed; ENOSYS: the machine has no `tar`, and needs it. MachineError as with `exec`.
+        """
+        result = await self.exec(["sh", "-c", _PACK, directory], timeout_s=timeout_s, max_output=max_bytes)
+        if result.truncated:
+            raise OSError(errno.EFBIG, f"the tree has more than {max_bytes} bytes", directory)
+        if result.exit_code == _NO_PROGRAM:
+            raise OSError(errno.ENOSYS, "the machine has no `tar`", directory)
+        if result.stopped is not None or result.exit_code not in ((0,) if whole else (0, _INCOMPLETE)):
+            check_tree(result, directory)
+        return result.output
 
     async def listen(self) -> tuple[socket.socket, int]:
         """Open a port on the loopback address of the machine. Returns a listening socket in this process and the port.
@@ -180,37 +212,121 @@ class Machine(Protocol):
         port. This is the only way out of a machine, and it leads to the owner of the socket alone. OSError: this kind
         of machine cannot, or its commands have ended it.
         """
-        ...
+        raise self._cannot("open ports")
 
     async def snapshot(self) -> Snapshot:
         """Save the state, as far as `capabilities.snapshot` goes. OSError: it does not fit."""
-        ...
+        raise self._cannot("be saved")
 
     async def fork(self, count: int = 1) -> Sequence[Machine]:
         """Returns `count` new machines with the state of this one, as far as `capabilities.snapshot` goes."""
-        ...
+        raise self._cannot("be forked")
 
     async def pause(self) -> None:
         """Stop all processes of the machine until `resume`. OSError: `capabilities.pause` is false."""
-        ...
+        raise self._cannot("be paused")
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        raise self._cannot("be paused")
 
-    async def close(self) -> None: ...
+    async def prepare(self) -> None:  # noqa: B027  most kinds cannot
+        """Make the next command start faster, if the kind can. The pool calls it before it pauses a new machine."""
+
+    def order(self, argv: Sequence[str], **options: Any) -> Order:
+        """The arguments of `exec` or `start`. OSError: they are no command, or there is no such user."""
+        order, users = Order(argv, **options), self.capabilities.users
+        if not argv or isinstance(argv, str) or order.max_output < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if order.user is not None and order.user not in users:
+            raise OSError(errno.EPERM, f"no user {order.user!r} here; there are: {', '.join(users)}")
+        return order
+
+    def _cannot(self, what: str) -> OSError:
+        return OSError(errno.ENOTSUP, f"a {type(self).__name__} cannot {what}")
 
 
-class MachineHost(Protocol):
-    """Creates machines; one per dispatcher.
+_NO_DIRECTORY, _NO_PROGRAM = 66, 127
+_INCOMPLETE = 2  # `tar` could not read a file
+# what tar says about files that it cannot read must not be mixed with the archive
+_PACK = f'cd -- "$0" 2> /dev/null || exit {_NO_DIRECTORY}; exec tar -cf - . 2> /dev/null'
 
-    A host whose snapshots take up space may also have `async def release(self, snapshot: Snapshot) -> None`. It is
-    called once nobody needs the snapshot any more. A host whose machines are slow may have `async def slowdown(self,
-    image: str) -> float`: how many times longer commands take in machines of this image, measured before any exists.
-    A host whose snapshots other hosts of its kind can use may have `async def export(self, snapshot: Snapshot) ->
-    Snapshot`: the same state as bytes. Its `create` takes such a snapshot too, whoever made it.
-    A host that can start machines ahead may have `def expect(self, image: str, count: int) -> None`: as many will be
-    needed soon.
-    """
 
+def check_tree(result: ExecResult, path: str) -> None:
+    """Raises OSError for a command that moved a tree and failed."""
+    if result.stopped == "machine" or result.exit_code == _NO_DIRECTORY:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if result.exit_code != 0:
+        why = result.output.decode("utf-8", "replace")[-300:] if len(result.output) < 4096 else ""
+        raise OSError(errno.EIO, f"exit code {result.exit_code}, stopped: {result.stopped}. {why}", path)
+
+
+class MachineWrapper(Machine):
+    """A machine that hands every request on to another one. Override a method, or `_in_use` for all of them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.capabilities, self.image = machine.capabilities, machine.image
+        self._machine = machine
+
+    @contextlib.asynccontextmanager
+    async def _in_use(self) -> AsyncIterator[Machine]:
+        """The other machine, for one request."""
+        yield self._machine
+
+    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+        async with self._in_use() as machine:
+            return await machine.exec(argv, **options)
+
+    async def start(self, argv: Sequence[str], **options: Any) -> Process:
+        async with self._in_use() as machine:
+            return await machine.start(argv, **options)
+
+    async def read(self, path: str, **options: Any) -> bytes:
+        async with self._in_use() as machine:
+            return await machine.read(path, **options)
+
+    async def write(self, path: str, data: bytes) -> None:
+        async with self._in_use() as machine:
+            await machine.write(path, data)
+
+    async def write_all(self, files: Mapping[str, bytes]) -> None:
+        async with self._in_use() as machine:
+            await machine.write_all(files)
+
+    async def pack(self, directory: str, **options: Any) -> bytes:
+        async with self._in_use() as machine:
+            return await machine.pack(directory, **options)
+
+    async def listen(self) -> tuple[socket.socket, int]:
+        async with self._in_use() as machine:
+            return await machine.listen()
+
+    async def snapshot(self) -> Snapshot:
+        async with self._in_use() as machine:
+            return await machine.snapshot()
+
+    async def fork(self, count: int = 1) -> Sequence[Machine]:
+        async with self._in_use() as machine:
+            return await machine.fork(count)
+
+    async def prepare(self) -> None:
+        async with self._in_use() as machine:
+            await machine.prepare()
+
+    async def pause(self) -> None:
+        async with self._in_use() as machine:
+            await machine.pause()
+
+    async def resume(self) -> None:
+        await self._machine.resume()
+
+    async def close(self) -> None:
+        await self._machine.close()
+
+
+class MachineHost(ABC):
+    """Creates machines; one per dispatcher."""
+
+    @abstractmethod
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> Machine:
@@ -218,39 +334,55 @@ class MachineHost(Protocol):
 
         TaskError: no such image, or `files` do not fit. MachineError: the host cannot create machines.
         """
-        ...
 
-    async def close(self) -> None: ...
+    @abstractmethod
+    async def close(self) -> None:
+        """End all machines that are left."""
 
+    def expect(self, image: str, count: int) -> None:  # noqa: B027  most kinds cannot
+        """`count` machines of an image will be needed soon: a host may start them ahead."""
 
-def expect(host: MachineHost, image: str, count: int) -> None:
-    """Tell the host that `count` machines of an image will be needed soon."""
-    method = getattr(host, "expect", None)
-    if method is not None:
-        method(image, count)
+    async def slowdown(self, image: str) -> float:
+        """How many times longer commands take in machines of an image, measured before any exists.
 
+        A host that makes a template first makes it now. So ask before a time limit begins. MachineError as `create`.
+        """
+        return 1.0
 
-async def slowdown(host: MachineHost, image: str) -> float:
-    """How many times longer commands take in machines of an image; 1 if the host does not measure it.
+    async def export(self, snapshot: Snapshot) -> Snapshot | None:
+        """The same state as bytes, which `create` of any host of this kind takes; None if it cannot leave this one."""
+        return None
 
-    A host that makes a template first makes it now. So ask before a time limit begins. MachineError as with `create`.
-    """
-    method = getattr(host, "slowdown", None)
-    return 1.0 if method is None else float(await method(image))
+    async def release(self, snapshot: Snapshot) -> None:  # noqa: B027  bytes need none
+        """Nobody needs the snapshot any more: free what it takes."""
 
-
-async def export(host: MachineHost, snapshot: Snapshot) -> Snapshot | None:
-    """The snapshot as bytes, which other hosts of this kind can use; None if there is none. MachineError: it failed."""
-    method = getattr(host, "export", None)
-    return None if method is None else await method(snapshot)
+    def turn(self, *, alone: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entered while an episode is graded here; `alone`: no other one at the same time."""
+        return contextlib.nullcontext()
 
 
 async def release(host: MachineHost, snapshot: Snapshot | None) -> None:
-    """Tell the host that nobody needs the snapshot any more. A host that cannot let go of it breaks no episode."""
-    method = getattr(host, "release", None)
-    if snapshot is None or method is None:
-        return
-    try:
-        await method(snapshot)
-    except Exception:  # the host may be code of the user
-        log.warning("a snapshot was not released", exc_info=True)
+    """Release a snapshot, if there is one. A host that cannot let go of it breaks no episode."""
+    if snapshot is not None:
+        try:
+            await host.release(snapshot)
+        except Exception:  # the host may be code of the user
+            log.warning("a snapshot was not released", exc_info=True)
+
+
+class MachineSection(KindSection):
+    """The section of a run that says what its machines are."""
+
+    _slot: ClassVar[Slot] = Slot(
+        "machine",
+        MachineHost,
+        {
+            "namespace": "rollmill.machines.namespace.client:NamespaceHost",
+            "qemu": "rollmill.machines.qemu.host:QemuHost",
+            "remote": "rollmill.machines.remote.client:RemoteHost",
+            "e2b": "rollmill.machines.remote.e2b_client:E2BHost",
+        },
+        "rollmill.machines",
+        default="namespace",
+        removed={"firecracker": 'use kind = "qemu", which uses KVM where the host has it'},
+    )

@@ -19,18 +19,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.errors import MachineError, NoCapacity, TaskError
-from rollmill.machines.machine import Machine, MachineHost, Snapshot, export, release, slowdown
-from rollmill.machines.pooled import PooledMachine
-from rollmill.machines.tool_turns import Turns
+from rollmill.errors import MachineError, NoCapacity, Overcommitted, TaskError
+from rollmill.machines.machine import ExecResult, Machine, MachineHost, MachineWrapper, Process, Snapshot
 
 log = logging.getLogger(__name__)
 _START_MB = 64  # a machine that starts takes about this much, which the host's memory does not show yet
@@ -80,8 +79,8 @@ class PoolConfig(Config):
     )
 
 
-class Pool:
-    """A MachineHost around another one. One per event loop."""
+class Pool(MachineHost):
+    """A host around another one. One per event loop."""
 
     def __init__(self, host: MachineHost, config: PoolConfig | None = None) -> None:
         self.config = config or PoolConfig()
@@ -89,7 +88,7 @@ class Pool:
         self._turn = asyncio.Lock()  # requests get places in the order in which they came,
         self._grading_turn = asyncio.Lock()  # those of grading before all others
         self._grading_waits = 0
-        self.turns = Turns()  # of gradings
+        self.turns = GradingTurns()
         self._starting = 0
         self._held: set[PooledMachine] = set()  # in use
         self._ready: dict[str, list[tuple[float, Machine]]] = {}  # by image; with the time since when
@@ -127,7 +126,6 @@ class Pool:
         return GradingPool(self)
 
     def expect(self, image: str, count: int) -> None:
-        """`count` machines of an image will be needed soon."""
         self._expected[image] = min(count, self.config.ahead)
         self._look.set()
 
@@ -139,16 +137,15 @@ class Pool:
             self._look.set()
 
     async def slowdown(self, image: str) -> float:
-        return await slowdown(self._host, image)
+        return await self._host.slowdown(image)
 
     async def export(self, snapshot: Snapshot) -> Snapshot | None:
-        return await export(self._host, snapshot)
+        return await self._host.export(snapshot)
 
     async def release(self, snapshot: Snapshot) -> None:
-        await release(self._host, snapshot)
+        await self._host.release(snapshot)
 
     async def close(self) -> None:
-        """End all machines."""
         if self._tending is not None:
             self._tending.cancel()
             await asyncio.wait([self._tending])
@@ -163,7 +160,7 @@ class Pool:
         ready = sum(map(len, self._ready.values()))
         return {"starting": self._starting, "ready": ready, "in_use": len(self._held)}
 
-    def _hold(self, machine: Machine, turns: Turns | None = None) -> PooledMachine:
+    def _hold(self, machine: Machine, turns: GradingTurns | None = None) -> PooledMachine:
         pooled = PooledMachine(self, machine, self.config.pause_after_s, turns)
         self._held.add(pooled)
         return pooled
@@ -227,7 +224,7 @@ class Pool:
             self._starting += 1
             try:
                 await machine.resume()
-                await _write(machine, files)
+                await machine.write_all(files)  # also without files: the answer says that the machine is well
                 self._look.set()
                 return machine
             except (OSError, MachineError, TaskError):  # if the files are the reason, a new machine will say so
@@ -265,8 +262,7 @@ class Pool:
             machine = await self._host.create(image)
             try:
                 await machine.exec(["true"], timeout_s=60.0)
-                if (prepare := getattr(machine, "prepare", None)) is not None:
-                    await prepare()
+                await machine.prepare()
                 await machine.pause()
             except BaseException:
                 await machine.close()
@@ -294,29 +290,163 @@ class Pool:
         return False
 
 
-class GradingPool:
+class GradingPool(MachineHost):
     """A pool as those see it who create machines to grade in. Closed by the pool."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.slowdown, self.export, self.release = pool.slowdown, pool.export, pool.release
-        self.turn = pool.turns.take
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> PooledMachine:
         return await self._pool.create(image, files, snapshot=snapshot, grading=True)
 
+    async def slowdown(self, image: str) -> float:
+        return await self._pool.slowdown(image)
+
+    async def export(self, snapshot: Snapshot) -> Snapshot | None:
+        return await self._pool.export(snapshot)
+
+    async def release(self, snapshot: Snapshot) -> None:
+        await self._pool.release(snapshot)
+
+    def turn(self, *, alone: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._pool.turns.take(alone=alone)
+
     async def close(self) -> None: ...
 
 
-async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
-    write_all: Any = getattr(machine, "write_all", None)
-    if write_all is not None:  # one request, which also says that the machine is well
-        await write_all(files)
-        return
-    for path, data in files.items():
-        await machine.write(path, data)
+class GradingTurns:
+    """Many gradings at once, or one alone, when a time-out on a busy host has to be repeated."""
+
+    def __init__(self) -> None:
+        self.alone = False  # the grading that has its turn is the only one
+        self._changed = asyncio.Condition()
+        self._together = 0
+        self._want_alone = 0
+
+    @contextlib.asynccontextmanager
+    async def take(self, *, alone: bool) -> AsyncIterator[None]:
+        await (self._begin_alone() if alone else self._begin())
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self.alone = False
+                self._together -= not alone
+                self._changed.notify_all()
+
+    async def _begin(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.alone and not self._want_alone)
+            self._together += 1
+
+    async def _begin_alone(self) -> None:
+        async with self._changed:
+            self._want_alone += 1
+            try:
+                await self._changed.wait_for(lambda: not self.alone and not self._together)
+                self.alone = True
+            finally:
+                self._want_alone -= 1
+                self._changed.notify_all()
+
+
+class PooledMachine(MachineWrapper):
+    """It is paused while nobody asks anything of it, and has a lease. Before a request it is resumed.
+
+    A machine with a process of its own (`start`) or a port (`listen`) is not paused: something may be going on in it.
+    """
+
+    def __init__(self, pool: Pool, machine: Machine, pause_after_s: float, turns: GradingTurns | None = None) -> None:
+        """`turns`: it grades, in one of these."""
+        super().__init__(machine)
+        self._pool = pool
+        self._turns = turns
+        self._pause_after_s = pause_after_s if machine.capabilities.pause else 0.0  # 0: never
+        self._switching = asyncio.Lock()  # pausing and resuming
+        self._paused = False  # by this class, not by its user
+        self._stays_awake = False
+        self._users = 0  # requests in progress
+        self._used_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._pausing: asyncio.Task[None] | None = None
+        self._plan_pause()
+
+    def beat(self) -> None:
+        """The holder is alive and keeps the machine."""
+        self._used_at = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds since the last request or beat; 0 while a request is in progress."""
+        return 0.0 if self._users else time.monotonic() - self._used_at
+
+    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+        result = await super().exec(argv, **options)
+        if result.starved and self._turns is not None and not self._turns.alone:
+            raise Overcommitted(
+                "a command that grades got almost no processor time before its limit",
+                hint="lower `rollouts.concurrency`, or give the machines processors of their own",
+            )
+        return result
+
+    async def start(self, argv: Sequence[str], **options: Any) -> Process:
+        self._stays_awake = True
+        return await super().start(argv, **options)
+
+    async def listen(self) -> tuple[socket.socket, int]:
+        self._stays_awake = True
+        return await super().listen()
+
+    async def fork(self, count: int = 1) -> Sequence[Machine]:
+        async with self._in_use() as machine:
+            return await self._pool.fork(machine, count)
+
+    async def pause(self) -> None:
+        self._stays_awake = True  # from now on its user decides
+        await super().pause()
+
+    async def close(self) -> None:
+        self._stays_awake = True
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            await super().close()
+        finally:
+            self._pool.let_go(self)
+
+    @contextlib.asynccontextmanager
+    async def _in_use(self) -> AsyncIterator[Machine]:
+        self._users += 1
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            async with self._switching:
+                if self._paused:
+                    self._paused = False
+                    await self._machine.resume()
+            yield self._machine
+        finally:
+            self._users -= 1
+            self.beat()
+            self._plan_pause()
+
+    def _plan_pause(self) -> None:
+        if self._pause_after_s and not self._users and not self._stays_awake:
+            self._timer = asyncio.get_running_loop().call_later(self._pause_after_s, self._begin_pause)
+
+    def _begin_pause(self) -> None:
+        self._pausing = asyncio.create_task(self._pause())
+
+    async def _pause(self) -> None:
+        async with self._switching:
+            if self._users or self._stays_awake:
+                return
+            try:
+                await self._machine.pause()
+                self._paused = True
+            except (OSError, MachineError):  # the next request finds out more
+                log.info("a machine could not be paused", exc_info=True)
 
 
 def _available_mb() -> int | None:

@@ -11,8 +11,7 @@ from rollmill.kinds import build
 from rollmill.machines.images import image as images
 from rollmill.machines.images.build import remove_image
 from rollmill.machines.images.image import ImageRecord
-from rollmill.machines.machine import Machine, MachineHost
-from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.machine import Machine, MachineHost, MachineSection
 from rollmill.machines.probe import probe
 
 _VERIFY_S = 600.0

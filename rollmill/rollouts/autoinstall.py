@@ -36,8 +36,7 @@ from rollmill.machines.images import layers
 from rollmill.machines.images.build import build_image, remove_image
 from rollmill.machines.images.image import ImageRecord, LayerRecord
 from rollmill.machines.images.tar import ArchiveError, Tar
-from rollmill.machines.machine import ExecResult, Machine, MachineHost
-from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.machine import ExecResult, Machine, MachineHost, MachineSection, MachineWrapper
 from rollmill.machines.verify_image import verify
 from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
 from rollmill.types import Sampling
@@ -70,20 +69,17 @@ class Installed:
     transcripts: list[list[dict[str, Any]]] = field(default_factory=list)  # one per attempt
 
 
-class _Recorder:
+class _Recorder(MachineWrapper):
     """A machine that remembers the commands of the shell harness."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+        super().__init__(machine)
         self.commands: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._machine, name)
 
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
         if list(argv) == bash(argv[-1]):
             self.commands.append(argv[-1])
-        return await self._machine.exec(argv, **options)
+        return await super().exec(argv, **options)
 
 
 async def autoinstall(

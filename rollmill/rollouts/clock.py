@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
-from rollmill.machines.machine import ExecResult, Machine
+from rollmill.machines.machine import ExecResult, Machine, MachineWrapper
 from rollmill.rollouts.gateway_client import GatewayClient
 
 Interval = tuple[float, float]  # start and end
@@ -38,18 +38,13 @@ class Clock:
     ) -> None:
         """For an episode that resumes: `spent_s` is its own time before, `waited_before` the waits of its session."""
         self._gateway, self.trajectory = gateway, trajectory
-        self._machine = _TimedMachine(machine)
+        self.machine = _TimedMachine(machine)  # to give to the harness: its commands are timed
         self._started = time.monotonic()
         self._away = gateway.away_seconds(trajectory)
         self._spent_s = spent_s
         self._waited = self._waited_before = waited_before
         self._held = 0.0
         self._held_since: float | None = None
-
-    @property
-    def machine(self) -> Machine:
-        """The machine to give to the harness: its commands are timed."""
-        return cast(Machine, self._machine)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -70,11 +65,11 @@ class Clock:
         # a gateway that was restarted may have forgotten its latest waits
         self._waited = max(self._waited, await self._gateway.waited(self.trajectory))
         elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds(self.trajectory) - self._away
-        waited = self._waited - self._waited_before + self._machine.waited() + self._held_seconds()
-        return self._spent_s + max(0.0, elapsed - away - waited - self._machine.slowed())
+        waited = self._waited - self._waited_before + self.machine.waited() + self._held_seconds()
+        return self._spent_s + max(0.0, elapsed - away - waited - self.machine.slowed())
 
 
-class _TimedMachine:
+class _TimedMachine(MachineWrapper):
     """A machine that measures how long its commands waited for the machine host.
 
     A command waits first, and then runs. Commands that wait at the same time count once, and not at all while another
@@ -82,7 +77,7 @@ class _TimedMachine:
     """
 
     def __init__(self, machine: Machine) -> None:
-        self._wrapped = machine
+        super().__init__(machine)
         self._waits: list[Interval] = []  # of commands that have ended
         self._runs: list[Interval] = []
         self._open: dict[object, Interval] = {}  # by command that has not ended: its start, and its time limit
@@ -97,13 +92,13 @@ class _TimedMachine:
         """Seconds that commands took because the machine is slower than its host."""
         now = time.monotonic()
         running = [(max(began, now - timeout_s), now) for began, timeout_s in self._open.values()]
-        return _only_waiting([*self._runs, *running], []) * (1 - 1 / self._wrapped.capabilities.slowdown)
+        return _only_waiting([*self._runs, *running], []) * (1 - 1 / self.capabilities.slowdown)
 
     async def exec(self, argv: Sequence[str], *, timeout_s: float = 10.0, **options: Any) -> ExecResult:
         began, command = time.monotonic(), object()
         self._open[command] = began, timeout_s
         try:
-            result = await self._wrapped.exec(argv, timeout_s=timeout_s, **options)
+            result = await super().exec(argv, timeout_s=timeout_s, **options)
         finally:
             del self._open[command]
         if result.seconds:  # else it is not known how long the command itself ran
@@ -111,9 +106,6 @@ class _TimedMachine:
             self._waits.append((began, ended - result.seconds))
             self._runs.append((ended - result.seconds, ended))
         return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wrapped, name)
 
 
 def _only_waiting(waits: Sequence[Interval], runs: Sequence[Interval]) -> float:

@@ -30,7 +30,6 @@ from rollmill.environments.sampler import Sampler
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError, StorageError, TrajectoryError
-from rollmill.machines.machine import expect
 from rollmill.rollouts import episode_checkpoint as checkpoint
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
@@ -154,7 +153,7 @@ class Dispatcher:
             return False
         group, version = started
         task = chosen[group.id]
-        expect(self._context.machines, task.image, len(group.ids))  # the next group will need as many
+        self._context.machines.expect(task.image, len(group.ids))  # the next group will need as many
         groups.create_task(self._run_group(group.id, task, group.ids, version))
         return True
 

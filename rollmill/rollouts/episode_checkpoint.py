@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine, make_links
 from rollmill.errors import HarnessError, MachineError, ObjectMissing, RollmillError
-from rollmill.machines.machine import Machine, Snapshot, export, release
+from rollmill.machines.machine import Machine, Snapshot, release
 from rollmill.rollouts.clock import Clock
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.objects import Objects
@@ -72,7 +72,7 @@ class EpisodeProgress:
     async def _keep(self, state: dict[str, Any]) -> bool:
         host, snapshot = self._context.machines, await self._machine.snapshot()
         try:
-            exported = await export(host, snapshot)
+            exported = await host.export(snapshot)
         finally:
             await release(host, snapshot)
         if exported is None or not isinstance(exported.state, bytes):

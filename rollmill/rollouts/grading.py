@@ -12,8 +12,6 @@ An episode without a grade fails with a reason. It never gets a reward of 0: the
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
@@ -21,7 +19,6 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.reward import Grader, grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, Overcommitted, RewardError, RewardUnavailable
-from rollmill.machines.machine import MachineHost, slowdown
 from rollmill.types import Reward
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
@@ -60,11 +57,6 @@ def own_limit(task: Task) -> float:
     return commands * float(own) + _AROUND_S if isinstance(own, int | float) else 0.0
 
 
-def _turn(machines: MachineHost, alone: bool) -> contextlib.AbstractAsyncContextManager[None]:
-    turn: Callable[..., contextlib.AbstractAsyncContextManager[None]] | None = getattr(machines, "turn", None)
-    return contextlib.nullcontext() if turn is None else turn(alone=alone)
-
-
 async def grade_patiently(
     grader: Grader, episode: Episode, trajectory: str, stalls: Stalls, *, timeout_s: float, attempts: int
 ) -> Reward:
@@ -72,7 +64,7 @@ async def grade_patiently(
 
     Both limits are longer in slow machines, as the limits of the commands there are.
     """
-    timeout_s = max(timeout_s, own_limit(episode.task)) * await slowdown(episode.machines, episode.task.image)
+    timeout_s = max(timeout_s, own_limit(episode.task)) * await episode.machines.slowdown(episode.task.image)
     problem = "grading does not end"
     alone, now = False, asyncio.get_running_loop().time
     backoff = Backoff(min(_FIRST_PAUSE_S, timeout_s / 10), _LONGEST_PAUSE_S)
@@ -81,7 +73,7 @@ async def grade_patiently(
             while True:
                 asked, graded, down = now(), stalls.graded, False
                 try:
-                    async with _turn(episode.machines, alone):  # waiting for it is not part of the grading
+                    async with episode.machines.turn(alone=alone):  # waiting for it is not part of the grading
                         _put_off(limit, now() - asked)
                         asked = now()
                         reward = await grade_episode(grader, episode)

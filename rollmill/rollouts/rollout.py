@@ -43,7 +43,7 @@ from rollmill.errors import (
     StorageError,
     TrajectoryError,
 )
-from rollmill.machines.machine import Machine, release, slowdown
+from rollmill.machines.machine import Machine, release
 from rollmill.rollouts import episode_checkpoint as checkpoint
 from rollmill.rollouts import work_diff
 from rollmill.rollouts.clock import Clock
@@ -238,7 +238,7 @@ async def _machine_for(context: RolloutContext, task: Task, found: Checkpoint | 
     folder = None if wants_final_state(context.grader) else folder_for(context.harness, task)
     if folder is not None:
         return folder
-    await slowdown(context.machines, task.image)  # makes its template, if the host has templates
+    await context.machines.slowdown(task.image)  # makes its template, if the host has templates
     async with _within_grace("to get a machine"):
         return await checkpoint.start_machine(context, task, found)
 

@@ -1,6 +1,6 @@
 """The whole diff of a work directory: what an agent changed, added and deleted in it.
 
-Both the agent's machine and a clean one pack their work directory (trees.py); the archives are compared here. The
+Both the agent's machine and a clean one pack their work directory (`Machine.pack`); the archives are compared here. The
 agent's archive is untrusted: it may be huge, damaged, or name files anywhere. Only regular files with a plain relative
 path and symbolic links that stay in the work directory are kept. What is larger than the task's limits is refused as a
 whole, since half a change is none.
@@ -20,7 +20,6 @@ from rollmill.environments.tasks.jsonl import check_path
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines.images.tar import ArchiveError, Entry, Tar
 from rollmill.machines.machine import WORK, Machine, MachineHost
-from rollmill.machines.pack_tree import pack_tree
 
 PACK_S = 20.0  # an agent whose work directory takes longer to pack hands in nothing
 _MAX_ARCHIVE = 1 << 27  # bytes
@@ -75,7 +74,7 @@ async def take_diff(machine: Machine, task: Task, limits: WholeDiff, clean: Mach
 
 async def _pack(machine: Machine) -> bytes:
     limit_s = PACK_S * machine.capabilities.slowdown
-    return await pack_tree(machine, WORK, max_bytes=_MAX_ARCHIVE, timeout_s=limit_s, whole=False)
+    return await machine.pack(WORK, max_bytes=_MAX_ARCHIVE, timeout_s=limit_s, whole=False)
 
 
 def _compare(before: _Tree, packed: bytes, limits: WholeDiff) -> Diff:

@@ -29,7 +29,7 @@ from rollmill.rollouts.rollout import Outcome
 from rollmill.types import Reward, TrajectoryState
 from tests.chat.conftest import tokenizer  # noqa: F401
 from tests.machines.conftest import host  # noqa: F401
-from tests.rollouts.world import ADMIN, RUN, SOLUTION, Additions, StandInHost, World, open_world
+from tests.rollouts.world import ADMIN, RUN, SOLUTION, Additions, FailingHost, World, open_world
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EXAMINATION = Examination(RUN, "before", 0, max_answer_tokens=400, seed=5)
@@ -159,7 +159,7 @@ async def test_long_and_strange_names_of_run_label_and_split_become_ids(world: W
 
 
 async def test_too_many_lost_attempts_are_an_error_that_names_the_first(world: World) -> None:
-    context = replace(world.context, machines=StandInHost(lambda asked: asked == 1, world.context.machines))
+    context = replace(world.context, machines=FailingHost(lambda asked: asked == 1, world.context.machines))
     with pytest.raises(RollmillError, match=r"1 of 12 attempts failed, the first: machine: .*out of machines"):
         await run_eval(context, Additions(), SUITE, EXAMINATION)
 

@@ -13,8 +13,9 @@ import pytest
 
 from rollmill.machines import file_trees as trees
 from rollmill.machines.file_trees import get_tree, put_tree, unpack
-from rollmill.machines.machine import Capabilities, ExecResult
+from rollmill.machines.machine import ExecResult
 from rollmill.machines.namespace.client import NamespaceMachine
+from tests.machines.stand_ins import StandInMachine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -115,10 +116,8 @@ async def test_a_hostile_archive_writes_nothing_outside(tmp_path: Path) -> None:
     assert error.value.errno == errno.EFBIG
 
 
-class StandInLiar:
+class StandInLiar(StandInMachine):
     """A machine whose `tar` prints what it likes."""
-
-    capabilities = Capabilities(kernel="shared", snapshot="none")
 
     def __init__(self, printed: bytes) -> None:
         self.printed = printed
@@ -138,7 +137,7 @@ class StandInLiar:
     ids=["text", "noise", "cut", "name"],
 )
 async def test_a_machine_that_packs_nonsense_is_an_os_error_or_nothing(printed: bytes, tmp_path: Path) -> None:
-    machine: Any = StandInLiar(printed)
+    machine = StandInLiar(printed)
     try:
         await get_tree(machine, "x", tmp_path / "in")
     except OSError as error:

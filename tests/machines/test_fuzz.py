@@ -89,7 +89,7 @@ def test_values_of_the_wrong_type(fuzz_loop: asyncio.AbstractEventLoop, fuzz_mac
         async def one() -> None:
             if operation == "exec" and isinstance(fields.get("timeout_s"), int | float):
                 fields["timeout_s"] = 0.2
-            await served_or_refused(machine._request({**fields, "op": operation}, body))
+            await served_or_refused(machine.request({**fields, "op": operation}, body))
             await check_alive(machine)
 
         fuzz_loop.run_until_complete(one())

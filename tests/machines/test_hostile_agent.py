@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rollmill.errors import MachineError
 from rollmill.machines.agent_machine import AgentMachine, Ended
 from rollmill.machines.guest import frames as wire
-from rollmill.machines.machine import ExecResult
+from rollmill.machines.machine import Capabilities, ExecResult
 
 GOOD = {"exit_code": 0, "truncated": False, "stopped": None, "seconds": 0.0, "id": 1}
 RUINED = ExecResult(exit_code=-9, output=b"", stopped="machine")
@@ -26,14 +26,14 @@ RUINED = ExecResult(exit_code=-9, output=b"", stopped="machine")
 class LostMachine(AgentMachine):
     """A machine whose host is healthy: whatever happens is its own doing."""
 
+    capabilities = Capabilities(kernel="shared", snapshot="none")
     _grace_s = 2.0
 
     async def _end(self, begun: bool) -> Ended:
         self._connection.close()
         return Ended(False)
 
-    async def listen(self) -> tuple[socket.socket, int]:
-        raise AssertionError("no test asks for a port")
+    async def close(self) -> None: ...
 
 
 @asynccontextmanager

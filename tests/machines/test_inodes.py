@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from rollmill.machines.agent_machine import AgentProcess
 from rollmill.machines.images.image import BUILT_IN
+from rollmill.machines.machine import Process
 from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from tests.machines.conftest import run_python
 from tests.machines.test_processes import until
@@ -86,7 +86,7 @@ def _program(machine: NamespaceMachine, text: str) -> str:
     return _SHARED.replace("DEVICES", str(machine.host.limits["private_devices"])) + text
 
 
-async def _begin(machine: NamespaceMachine, program: str) -> AgentProcess:
+async def _begin(machine: NamespaceMachine, program: str) -> Process:
     process = await machine.start(["python", "-c", _program(machine, program)])
     await until(process, b"ready\n")
     return process

@@ -32,7 +32,6 @@ from rollmill.machines.images.image import BUILT_IN, load_image
 from rollmill.machines.images.tar import Tar
 from rollmill.machines.machine import WORK, Snapshot
 from rollmill.machines.namespace.emulation import kernel_directory
-from rollmill.machines.pack_tree import pack_tree
 from rollmill.machines.pool import Pool, PoolConfig
 from rollmill.machines.probe import probe
 from rollmill.machines.qemu import ram
@@ -301,7 +300,7 @@ async def test_what_survives_its_command_or_burns_harms_no_other_command(
     assert await run_python(machine, COUNT) == "4", "the agent, the servers and the one that counts"
     hide = "mkdir packed closed; echo x > packed/x; ln -s /etc/passwd packed/link; chmod 0 closed"
     assert (await machine.exec(["sh", "-c", hide], timeout_s=LONG_S)).exit_code == 0
-    packed = await pack_tree(machine, WORK, max_bytes=1 << 24, timeout_s=LONG_S, whole=False)
+    packed = await machine.pack(WORK, max_bytes=1 << 24, timeout_s=LONG_S, whole=False)
     assert {"packed/x", "packed/link"} <= {
         entry.name.removeprefix("./") for entry in Tar(io.BytesIO(packed), most_bytes=1 << 24, most_entries=99)
     }

@@ -375,13 +375,12 @@ async def test_connections_that_have_gone_leave_their_places_to_others() -> None
 
 
 async def test_a_program_that_reads_nothing_does_not_lose_its_host(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.machines.remote.service._TYPING_S", 0.2)
+    monkeypatch.setattr("rollmill.machines.remote.routes._TYPING_S", 0.2)
     async with remote(url) as host:
         machine = await host.create(BUILT_IN)
         typed = await machine.start(["sh", "-c", "stty raw -echo; echo up; sleep 6; exec wc -c"], pty=(24, 80))
         await until(typed, b"up")
-        reply, _ = await machine._ask("input", {"process": typed._number}, b"x" * 30_000)
-        assert 0 <= reply["count"] < 30_000  # the host answers while the program sleeps
+        assert 0 <= await typed.write(b"x" * 30_000, within_s=0.5) < 30_000  # the host answers while the program sleeps
         await asyncio.wait_for(typed.write(b"x" * 30_000), 60.0)  # all is typed once it reads
         await machine.close()
 

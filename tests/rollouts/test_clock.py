@@ -11,11 +11,12 @@ import pytest
 
 from rollmill.machines.machine import Capabilities, ExecResult
 from rollmill.rollouts.clock import Clock, _only_waiting, _TimedMachine
+from tests.machines.stand_ins import StandInMachine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-class StandInQueue:
+class StandInQueue(StandInMachine):
     """A machine whose commands wait for their turn until `turn` is set, and then run for a millisecond."""
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class StandInQueue:
 
 async def test_commands_that_wait_together_wait_once() -> None:
     queue = StandInQueue()
-    machine: Any = _TimedMachine(queue)  # type: ignore[arg-type]
+    machine = _TimedMachine(queue)
     began = time.monotonic()
     commands = [asyncio.create_task(machine.exec(["true"], timeout_s=0.01)) for _ in range(8)]
     while machine.waited() < 0.05:  # noqa: ASYNC110
@@ -50,7 +51,7 @@ class StandInGateway:
 async def test_the_clock_stands_still_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("rollmill.rollouts.clock.time", SimpleNamespace(monotonic=lambda: now))
-    queue: Any = StandInQueue()
+    queue = StandInQueue()
     queue.capabilities = Capabilities(kernel="shared", snapshot="files")
     clock = Clock(StandInGateway(), "t0", queue)  # type: ignore[arg-type]
     for passes, seconds in ((7.0, 1.0), (600.0, 542.0)):  # a checkpoint that hangs stops the clock for 60 s
@@ -67,7 +68,7 @@ async def test_seconds_of_commands_are_divided_by_the_slowdown_of_their_machine(
     now = 100.0
     monkeypatch.setattr("rollmill.rollouts.clock.time", SimpleNamespace(monotonic=lambda: now))
 
-    class StandInSlow:
+    class StandInSlow(StandInMachine):
         capabilities = Capabilities(kernel="own", snapshot="full", slowdown=20.0)
 
         async def exec(self, *_: Any, **__: Any) -> ExecResult:
@@ -76,8 +77,7 @@ async def test_seconds_of_commands_are_divided_by_the_slowdown_of_their_machine(
             assert await clock.seconds() == pytest.approx(3.0), "while it runs"
             return ExecResult(0, b"", seconds=40.0)
 
-    machine: Any = StandInSlow()
-    clock = Clock(StandInGateway(), "t0", machine)  # type: ignore[arg-type]
+    clock = Clock(StandInGateway(), "t0", StandInSlow())  # type: ignore[arg-type]
     now += 1.0  # sampling is not slower
     await clock.machine.exec(["true"], timeout_s=200.0)
     assert await clock.seconds() == pytest.approx(3.0)

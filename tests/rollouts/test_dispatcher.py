@@ -35,7 +35,7 @@ from tests.rollouts.world import (
     ADMIN,
     RUN,
     Additions,
-    StandInHost,
+    FailingHost,
     StandInLostGateway,
     World,
     make_task,
@@ -154,7 +154,7 @@ async def test_closed_groups_are_replaced_until_replacements_run_out(world: Worl
 
 
 async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
-    machines = StandInHost(lambda asked: asked == 2, world.context.machines)
+    machines = FailingHost(lambda asked: asked == 2, world.context.machines)
     context = replace(world.context, machines=machines)
     await dispatch(world, context=context, groups=1, attempts=1)
     (group,) = world.ledger.groups(GroupState.waiting)
@@ -163,7 +163,7 @@ async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
 
 
 async def test_a_rollout_that_the_infrastructure_lost_is_tried_again(world: World) -> None:
-    machines = StandInHost(lambda asked: asked in (2, 4), world.context.machines)
+    machines = FailingHost(lambda asked: asked in (2, 4), world.context.machines)
     await dispatch(world, context=replace(world.context, machines=machines), groups=1, concurrency=1)
     ids = [row.id for row in world.ledger.members([f"{RUN}-000000"])[f"{RUN}-000000"]]
     assert sorted(ids) == [f"{RUN}-000000-0", f"{RUN}-000000-1_2", f"{RUN}-000000-2"]
@@ -177,7 +177,7 @@ async def test_a_rollout_that_the_infrastructure_lost_is_tried_again(world: Worl
 
 async def test_fresh_attempts_end_and_a_task_that_is_wrong_gets_none(world: World) -> None:
     """The machine of member 1 is never created; the image of the second task does not exist."""
-    broken = StandInHost(lambda asked: asked in (2, 4, 5), world.context.machines)
+    broken = FailingHost(lambda asked: asked in (2, 4, 5), world.context.machines)
     await dispatch(world, context=replace(world.context, machines=broken), groups=1, concurrency=1)
 
     class Wrong(Additions):
@@ -190,7 +190,7 @@ async def test_fresh_attempts_end_and_a_task_that_is_wrong_gets_none(world: Worl
 
 
 async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
-    context = replace(world.context, machines=StandInHost(lambda asked: True))
+    context = replace(world.context, machines=FailingHost(lambda asked: True))
     with pytest.raises(BaseExceptionGroup) as raised:
         await dispatch(world, context=context, groups=3, give_up_after=4, concurrency=1)
     error = raised.value
@@ -203,7 +203,7 @@ async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
 
 
 async def test_failures_with_successes_in_between_do_not_stop_the_run(world: World) -> None:
-    machines = StandInHost(lambda asked: asked % 2 == 0, world.context.machines)
+    machines = FailingHost(lambda asked: asked % 2 == 0, world.context.machines)
     context = replace(world.context, machines=machines)
     await dispatch(world, context=context, groups=2, give_up_after=2, concurrency=1)
     assert len(world.ledger.groups(GroupState.waiting)) == 2
@@ -435,7 +435,7 @@ async def test_grading_that_fails_after_a_restart_fails_its_own_trajectory(world
     dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
     await until(lambda: len(world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
     await stop(dispatching)
-    broken = StandInHost(lambda asked: asked == 1, world.context.grading_machines)
+    broken = FailingHost(lambda asked: asked == 1, world.context.grading_machines)
     context = replace(world.context, grading_machines=broken, attempts=1)
     await dispatch(world, context=context, groups=1)
     (group,) = world.ledger.groups(GroupState.waiting)

@@ -22,6 +22,7 @@ from rollmill.rollouts import episode_checkpoint as checkpoint
 from rollmill.rollouts.clock import Clock
 from rollmill.rollouts.episode_checkpoint import EpisodeProgress
 from rollmill.types import GroupState, TrajectoryState
+from tests.machines.stand_ins import StandInHost
 from tests.machines.test_remote import SERVE, _wait_until_served
 from tests.processes import free_port
 from tests.rollouts.test_dispatcher import SIZE, StandInGateway, make_dispatcher, stop, until
@@ -110,8 +111,9 @@ async def test_a_checkpoint_that_cannot_be_used_costs_nothing_but_itself(world: 
         assert await checkpoint.find(context, "t0") is None
     assert (await world.play(context=context)).solved
 
-    class StaysHere:  # a kind of machine whose state cannot leave its host
-        create, close = host.create, host.close
+    class StaysHere(StandInHost):  # a kind of machine whose state cannot leave its host
+        def __init__(self) -> None:
+            self.host = host
 
     seen: list[Any] = []
     outcome = await world.play(id="t1", context=replace(context, machines=StaysHere()))

@@ -16,6 +16,7 @@ from rollmill.rollouts.hand_in import load_hand_in
 from rollmill.rollouts.rollout import regrade
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Reward
+from tests.machines.stand_ins import StandInHost
 from tests.rollouts.world import RUN, World, make_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,7 +64,7 @@ class Clean:
 
 
 @dataclass
-class Counting:
+class Counting(StandInHost):
     """The real host. Counts what is saved and released; `snapshot` may change what its machines say they can."""
 
     host: MachineHost

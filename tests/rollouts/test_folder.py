@@ -12,7 +12,7 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
 from rollmill.environments.machine_folder import Folder
 from rollmill.environments.task import WholeDiff
-from tests.rollouts.world import StandInHost, World, make_task
+from tests.rollouts.world import FailingHost, World, make_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_a_chat_gets_a_folder_and_no_machine_until_it_is_graded(world: World) -> None:
     """The host of agents' machines only fails; grading has a real one."""
     harness = ChatHarness(ChatConfig(request_deadline_s=60.0))
-    broken = StandInHost(lambda asked: True)
+    broken = FailingHost(lambda asked: True)
     context = replace(world.context, harness=harness, machines=broken)
     text = assistant_message("def f(x):\n    return x + 7\n", [])
     world.says(CompactFormat(world.tokenizer).render_answer(text, []))

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.kinds import build
-from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.machine import MachineSection
 from rollmill.machines.qemu.host import QemuHost
 from tests.machines.virtual import qemu_host  # noqa: F401
 from tests.rollouts.world import SOLUTION, World, make_task, open_world

@@ -30,7 +30,7 @@ from tests.rollouts.world import (
     ADMIN,
     RUN,
     SOLUTION,
-    StandInHost,
+    FailingHost,
     StandInLostGateway,
     World,
     make_task,
@@ -268,9 +268,9 @@ async def test_a_machine_host_killed_in_the_middle(world: World) -> None:
 
 async def test_a_grading_machine_that_fails(world: World) -> None:
     context = replace(world.context, grading_timeout_s=2.0)
-    outcome = await world.play(context=replace(context, grading_machines=StandInHost(lambda asked: True)))
+    outcome = await world.play(context=replace(context, grading_machines=FailingHost(lambda asked: True)))
     world.check_failed(outcome, "out of machines\nhint: buy more")
-    host = StandInHost(lambda asked: asked < 3, world.context.grading_machines)
+    host = FailingHost(lambda asked: asked < 3, world.context.grading_machines)
     assert (await world.play(id="t1", context=replace(context, grading_machines=host))).solved and host.asked == 3
 
 
@@ -465,7 +465,7 @@ async def test_a_submission_that_cannot_be_read_fails_its_trajectory(world: Worl
 
 async def test_a_graded_trajectory_keeps_its_reward_when_grading_again_fails(world: World) -> None:
     await world.play()
-    context = replace(world.context, grading_machines=StandInHost(lambda asked: True))
+    context = replace(world.context, grading_machines=FailingHost(lambda asked: True))
     again = await regrade(context, make_task(), "t0", str(world.row().submission_key), facts={})
     assert again.reward is None and "out of machines" in str(again.reason)
     assert (world.row().state, world.row().reward) == (TrajectoryState.graded, 1.0)

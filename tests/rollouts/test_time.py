@@ -17,6 +17,7 @@ from rollmill.machines.machine import ExecResult, Machine, MachineHost
 from rollmill.rollouts import rollout, work_diff
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.hand_in import load_hand_in
+from tests.machines.stand_ins import StandInHost
 from tests.rollouts.test_dispatcher import SIZE, dispatch
 from tests.rollouts.world import ADMIN, RUN, World, make_task
 
@@ -136,7 +137,7 @@ async def test_rollouts_whose_gateway_is_elsewhere_now_are_tried_again_at_once(w
 
 
 @dataclass
-class QueueingHost:
+class QueueingHost(StandInHost):
     """A machine host whose first command waits for its turn until `turn` is true."""
 
     host: MachineHost
@@ -166,7 +167,7 @@ async def test_time_in_the_queue_of_a_machine_host_is_not_the_episodes(world: Wo
 
 
 @dataclass
-class SlowToPack:
+class SlowToPack(StandInHost):
     """A machine host whose machines take forever to pack their work directory."""
 
     host: MachineHost

@@ -13,13 +13,14 @@ from rollmill.environments.rewards.calls import HiddenTests
 from rollmill.environments.rewards.script import Script
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine
-from rollmill.machines.machine import Capabilities, ExecResult
+from rollmill.machines.machine import ExecResult
 from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts import work_diff
 from rollmill.rollouts.check_task import check_task
 from rollmill.rollouts.hand_in import HandIn, load_hand_in, store_hand_in, take_hand_in
 from rollmill.storage.objects import Objects
 from rollmill.types import Reward
+from tests.machines.stand_ins import StandInMachine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -139,13 +140,11 @@ async def test_everything_deleted_is_graded(host: NamespaceHost) -> None:
     assert (await grade(host, given)).value == 0.0
 
 
-class Archive:
+class Archive(StandInMachine):
     """A machine whose `tar` is the agent's own: it prints what it likes."""
 
     def __init__(self, output: bytes, **facts: Any) -> None:
         self.result = ExecResult(0, output, **facts)
-
-    capabilities = Capabilities("shared", "none")
 
     async def exec(self, *_: Any, **__: Any) -> ExecResult:
         return self.result
@@ -166,16 +165,16 @@ def forged(**attributes: Any) -> bytes:
 
 
 async def test_a_forged_archive_stays_in_the_work_directory(host: NamespaceHost) -> None:
-    machine: Any = Archive(forged(size=10))
+    machine = Archive(forged(size=10))
     given = await take_hand_in(machine, make_task(), host)
     assert given.files == {"good": b"x" * 10} and len(given.deleted) == len(FILES)
-    link: Any = Archive(forged(type=tarfile.LNKTYPE, linkname="../../etc/passwd"))
+    link = Archive(forged(type=tarfile.LNKTYPE, linkname="../../etc/passwd"))
     assert (await take_hand_in(link, make_task(), host)).files == {}
 
 
 @pytest.mark.parametrize("output", [b"x" * 5000, forged(size=10)[:1700], b"\0" * 512 + b"y" * 512])
 async def test_a_damaged_archive_is_refused_or_empty(host: NamespaceHost, output: bytes) -> None:
-    machine: Any = Archive(output)
+    machine = Archive(output)
     given = await take_hand_in(machine, make_task(), host)
     assert not given.files and (given.refused or len(given.deleted) == len(FILES))
 
@@ -185,14 +184,14 @@ async def test_an_agent_that_answers_the_packing_with_an_error_number_earns_noth
         async def exec(self, *_: Any, **__: Any) -> ExecResult:
             raise OSError(5, "Input/output error")
 
-    machine: Any = Refusing(b"")
+    machine = Refusing(b"")
     given = await take_hand_in(machine, make_task(), host)
     assert given.refused is not None and "Input/output error" in given.refused and not given.files
 
 
 async def test_a_ruined_machine_and_a_flood_are_refused(host: NamespaceHost) -> None:
     for facts, why in (({"stopped": "machine"}, "No such file"), ({"truncated": True}, "more than")):
-        machine: Any = Archive(b"", **facts)
+        machine = Archive(b"", **facts)
         given = await take_hand_in(machine, make_task(), host)
         assert given.refused is not None and why in given.refused
 

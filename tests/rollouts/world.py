@@ -41,6 +41,7 @@ from rollmill.types import Sampling, TrajectoryState
 from tests.gateway.serve import GatewayServer
 from tests.gateway.stand_in import StandIn
 from tests.inference.world import TINY, engine_at, make_update
+from tests.machines.stand_ins import StandInHost
 
 ADMIN = "admin-secret"
 RUN = "r"
@@ -115,21 +116,20 @@ class StandInLostGateway(GatewayClient):
         raise GatewayError("the gateway cannot be reached", status=503)
 
 
-@dataclass
-class StandInHost:
+class FailingHost(StandInHost):
     """Fails to create machine N (from 1) if `fails(N)`; the others come from the real host."""
 
-    fails: Callable[[int], bool]
-    host: MachineHost | None = None
-    asked: int = 0
+    def __init__(self, fails: Callable[[int], bool], host: MachineHost | None = None) -> None:
+        self.fails = fails
+        self.asked = 0
+        if host is not None:
+            self.host = host
 
     async def create(self, *arguments: Any, **options: Any) -> Machine:
         self.asked += 1
-        if self.fails(self.asked) or self.host is None:
+        if self.fails(self.asked):
             raise MachineError("no machine could be created: out of machines", hint="buy more")
-        return await self.host.create(*arguments, **options)
-
-    async def close(self) -> None: ...
+        return await super().create(*arguments, **options)
 
 
 @dataclass

@@ -123,7 +123,7 @@ async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
     from rollmill.config import validate_config
     from rollmill.kinds import build
     from rollmill.machines.fidelity import look
-    from rollmill.machines.machine_section import MachineSection
+    from rollmill.machines.machine import MachineSection
 
     host = build(validate_config(MachineSection, {"kind": kind}, "--kind"))
     try:
@@ -219,7 +219,7 @@ def serve(
     from rollmill.config import validate_config
     from rollmill.errors import ConfigError
     from rollmill.kinds import build
-    from rollmill.machines.machine_section import MachineSection
+    from rollmill.machines.machine import MachineSection
     from rollmill.machines.remote.app import make_app, serve_outwards
     from rollmill.machines.remote.service import Service
     from rollmill.runs.free_ports import held_port

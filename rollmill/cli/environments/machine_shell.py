@@ -25,7 +25,7 @@ _CUT = re.compile(rb"\n\[\xe2\x80\xa6 (\d+) bytes cut\]\n")
 async def machine_of(image: str, kind: str) -> AsyncIterator[Machine]:
     from rollmill.config import validate_config
     from rollmill.kinds import build
-    from rollmill.machines.machine_section import MachineSection
+    from rollmill.machines.machine import MachineSection
 
     host = build(validate_config(MachineSection, {"kind": kind}, "--kind"))
     try:

@@ -27,8 +27,7 @@ from rollmill.environments.tasks.dockerfile import Dockerfile, read_dockerfile
 from rollmill.environments.tasks.harbor import MOVED
 from rollmill.kinds import build
 from rollmill.machines.images.image import BUILT_IN
-from rollmill.machines.machine import WORK, MachineHost
-from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.machine import WORK, MachineHost, MachineSection
 
 _WORKDIR = "/app"
 _SIZED = ("namespace", "qemu")  # kinds with memory_mb and disk_mb

@@ -63,6 +63,17 @@ def unpack_header(data: bytes) -> dict[str, Any]:
     return header
 
 
+def unpack(frame: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and body of a whole frame."""
+    if len(frame) < LENGTHS.size:
+        raise WireError("a frame is cut short")
+    head, body = unpack_lengths(frame[: LENGTHS.size])
+    start = LENGTHS.size + head
+    if len(frame) != start + body:
+        raise WireError("a frame has not the length that it names")
+    return unpack_header(frame[LENGTHS.size : start]), frame[start:]
+
+
 def send(connection: int, frame: bytes) -> None:
     """Write all of a frame to an open file. Blocks."""
     sent = os.write(connection, frame)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from rollmill.machines.guest import cgroups, layout, seccomp, terminal, warm_python
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest import linux as kernel
+from rollmill.machines.guest.output import Output
 from rollmill.machines.guest.stolen_time import Clock
 from rollmill.machines.guest.usage import Watchdog
 
@@ -61,7 +62,7 @@ def run(
     started = time.monotonic()
     pid, reading = (ready.begin(order) if ready is not None else None) or _begin(order, confinement)
     try:
-        output = _Output(order.max_output)
+        output = Output(order.max_output)
         deadline = _Deadline(started, order.timeout_s, order.longest_s)
         stopped = _watch(pid, reading, output, connection, deadline, watchdog, meanwhile)
         status = end(pid, stopped)
@@ -74,7 +75,7 @@ def run(
         stopped = "memory"  # the kernel killed it, because the machine ran out of memory
     result = {
         "exit_code": exit_code,
-        "truncated": output.total > order.max_output,
+        "truncated": output.truncated,
         "stopped": stopped,
         "seconds": time.monotonic() - started,
         "starved": stopped == "time" and deadline.starved,
@@ -315,7 +316,7 @@ def _prefer_as_victim() -> None:
 def _watch(
     pid: int,
     reading: int,
-    output: _Output,
+    output: Output,
     connection: int,
     deadline: _Deadline,
     watchdog: Watchdog,
@@ -372,30 +373,3 @@ def end_all(pid: int) -> int:
             return status
         if ended == pid:
             status = its_status
-
-
-class _Output:
-    """Keeps the beginning and the end of what a command prints."""
-
-    def __init__(self, limit: int) -> None:
-        self._half = limit // 2
-        self._head = bytearray()
-        self._tail = bytearray()
-        self.total = 0
-
-    def take(self, file: int) -> bool:
-        """Read once. Returns False at the end of the file."""
-        data = os.read(file, 1 << 16)
-        self.total += len(data)
-        room = max(self._half - len(self._head), 0)
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > 4 * self._half + (1 << 16):
-            del self._tail[: -self._half]
-        return bool(data)
-
-    def bytes(self) -> bytes:
-        cut = self.total - 2 * self._half
-        if cut <= 0:
-            return bytes(self._head + self._tail)
-        return bytes(self._head) + f"\n[… {cut} bytes cut]\n".encode() + bytes(self._tail[-self._half :])

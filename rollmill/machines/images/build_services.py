@@ -14,8 +14,7 @@ from rollmill.machines.images import layers
 from rollmill.machines.images.build import remove_image
 from rollmill.machines.images.image import ImageRecord, LayerRecord
 from rollmill.machines.images.services import STATE, RunningServices, Service
-from rollmill.machines.machine import MachineHost
-from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.machine import MachineHost, MachineSection
 
 _ROOM = {"kind": "namespace", "memory_mb": 2048, "disk_mb": 1024, "processes": 256, "open_files": 1024}
 

@@ -34,7 +34,6 @@ from rollmill.errors import ConfigError, MachineError, TaskError
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest import layout
 from rollmill.machines.machine import Machine, Process
-from rollmill.machines.pack_tree import pack_tree
 
 log = logging.getLogger(__name__)
 DIRECTORY = f"{layout.HOME}/services"
@@ -139,7 +138,7 @@ class RunningServices:
     async def pack(self) -> bytes:
         """The directories of services that have been stopped. OSError: they do not fit."""
         limit = _COMMAND_S * self._machine.capabilities.slowdown
-        return await pack_tree(self._machine, DIRECTORY, max_bytes=wire.MAX_BODY >> 1, timeout_s=limit)
+        return await self._machine.pack(DIRECTORY, max_bytes=wire.MAX_BODY >> 1, timeout_s=limit)
 
     async def unpack(self, data: bytes) -> None:
         unpack = f"mkdir -p {DIRECTORY} && exec tar -xf - -C {DIRECTORY}"

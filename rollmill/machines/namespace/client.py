@@ -19,7 +19,7 @@ from rollmill.machines.agent_machine import AgentMachineConfig
 from rollmill.machines.guest import cgroups
 from rollmill.machines.images import services
 from rollmill.machines.images.image import BUILT_IN, Image, obtain_image
-from rollmill.machines.machine import Snapshot
+from rollmill.machines.machine import MachineHost, Snapshot
 from rollmill.machines.namespace import emulation
 from rollmill.machines.namespace.machine import NamespaceMachine
 
@@ -36,7 +36,7 @@ class NamespaceConfig(AgentMachineConfig):
     """Settings of namespace machines."""
 
 
-class NamespaceHost:
+class NamespaceHost(MachineHost):
     """Creates namespace machines; starts its machine host process on first use. One per event loop.
 
     Machines of an image with packages or an operating system come from a machine host of their own, so that no other

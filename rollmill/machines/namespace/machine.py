@@ -79,10 +79,10 @@ class NamespaceMachine(AgentMachine):
     async def _pack_work(self) -> bytes:
         limit = min(self.host.config.disk_mb << 20, wire.MAX_BODY >> 1)  # the tar needs room of its own
         request = {"op": "snapshot", "max_bytes": limit}
-        return await self._request_files(request, max_body=wire.MAX_BODY)
+        return await self.request_files(request, max_body=wire.MAX_BODY)
 
     async def restore(self, work: bytes) -> None:
-        await self._request_files({"op": "restore"}, work)
+        await self.request_files({"op": "restore"}, work)
 
     async def fork(self, count: int = 1) -> list[NamespaceMachine]:
         """Share the files with `count` new machines (forks.py). Where that is not possible, they get copies.
@@ -97,7 +97,7 @@ class NamespaceMachine(AgentMachine):
         return await _all_or_none(self.host.create(self._image.name, snapshot=snapshot) for _ in range(count))
 
     async def _busy(self) -> bool:
-        answer = await self._request({"op": "busy"}, max_body=0)
+        answer = await self.request({"op": "busy"}, max_body=0)
         return answer is None or answer[0]["busy"]
 
     async def _share_with(self, children: list[NamespaceMachine]) -> bool:
@@ -132,14 +132,8 @@ class NamespaceMachine(AgentMachine):
             await self.host.end(self._id)
             return False
 
-    async def pause(self) -> None:
-        raise OSError(errno.ENOTSUP, "namespace machines cannot be paused")
-
-    async def resume(self) -> None:
-        raise OSError(errno.ENOTSUP, "namespace machines cannot be paused")
-
     async def listen(self) -> tuple[socket.socket, int]:
-        reply, _ = await self._request({"op": "listen"}) or ({}, b"")
+        reply, _ = await self.request({"op": "listen"}) or ({}, b"")
         if not self._handed_over:
             raise OSError(errno.ENETDOWN, "the machine's commands ended it")
         return self._handed_over.pop(), reply["port"]

@@ -19,7 +19,7 @@ from rollmill.machines.agent_machine import AgentMachineConfig
 from rollmill.machines.images import services
 from rollmill.machines.images.image import Image, obtain_image
 from rollmill.machines.images.os_layer import python_version
-from rollmill.machines.machine import USERS, Capabilities, Snapshot
+from rollmill.machines.machine import USERS, Capabilities, MachineHost, Snapshot
 from rollmill.machines.qemu import initramfs, ram
 from rollmill.machines.qemu.launch import Accelerator, Shape, why_no_kvm
 from rollmill.machines.qemu.machine import QemuMachine, state_of
@@ -54,7 +54,7 @@ class Template:
     boot_s: float  # until its agent answered
 
 
-class QemuHost:
+class QemuHost(MachineHost):
     """Creates virtual machines. The first one of an image boots its template, which takes seconds. One per event loop.
 
     All templates and machines are held by this process: when it ends, none is left.

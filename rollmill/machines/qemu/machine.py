@@ -162,8 +162,8 @@ class QemuMachine(AgentMachine):
             self._lock.release()
 
     async def prepare(self) -> None:
-        """Have a process wait for the next command in the guest, which makes that command faster."""
-        await self._request({"op": "prepare"})
+        """Have a process wait for the next command in the guest."""
+        await self.request({"op": "prepare"})
 
     async def listen(self) -> tuple[socket.socket, int]:
         async with self._lock:

@@ -10,7 +10,6 @@ import asyncio
 import collections
 import contextlib
 import os
-import struct
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from rollmill.keepalive import keepalive_connector
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.host_choice import Place, Placement
-from rollmill.machines.machine import Capabilities, Snapshot
+from rollmill.machines.machine import Capabilities, MachineHost, Snapshot
 from rollmill.machines.remote.machine import HostLost, RemoteMachine
 from rollmill.machines.remote.outward import Workers
 from rollmill.machines.remote.ports import CHANNEL
@@ -66,7 +65,7 @@ class RemoteConfig(Config):
     )
 
 
-class RemoteHost:
+class RemoteHost(MachineHost):
     """Creates machines on several hosts. One per event loop."""
 
     def __init__(self, config: RemoteConfig) -> None:
@@ -144,7 +143,6 @@ class RemoteHost:
         task.add_done_callback(self._joining.discard)
 
     async def export(self, snapshot: Snapshot) -> Snapshot | None:
-        """The state as bytes, which a machine on any host can start with; None: it cannot leave its host."""
         if isinstance(snapshot.state, bytes):
             return snapshot
         place, name = snapshot.state
@@ -165,7 +163,6 @@ class RemoteHost:
             pass
 
     async def close(self) -> None:
-        """End all machines that are left."""
         if self._renewing is not None:
             self._renewing.cancel()
         if self._looking is not None:
@@ -185,7 +182,7 @@ class RemoteHost:
         header: dict[str, Any] = {"image": image, "files": [[path, len(data)] for path, data in files.items()]}
         body = b"".join(files.values())
         if snapshot is not None and isinstance(snapshot.state, bytes):
-            header, body, snapshot = {**header, "state": len(snapshot.state)}, body + snapshot.state, None
+            header, body, snapshot = {**header, "state": True}, body + snapshot.state, None
         frame = wire.pack(header, body)
         if not self._placement.places:
             raise NoCapacity("no host of machines has connected yet", retry_after_s=0.5)
@@ -248,7 +245,10 @@ class RemoteHost:
                     data = await _read_up_to(response, limit)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise HostLost(f"the host {place.name} does not answer: {error!r}") from None
-        header, body = _unpack(data, max_body, place)
+        try:
+            header, body = wire.unpack(data)
+        except wire.WireError as error:
+            raise MachineError(f"the host {place.name} answered nonsense: {error!r}") from None
         if "failed" in header:
             raise MachineError(str(header["failed"])[:1000], hint=header.get("hint"))
         if "errno" in header:
@@ -334,14 +334,3 @@ async def _read_up_to(response: aiohttp.ClientResponse, limit: int) -> bytes:
         if len(data) > limit:
             raise aiohttp.ClientPayloadError(f"more than {limit} bytes")
     return bytes(data)
-
-
-def _unpack(data: bytes, max_body: int, place: Place) -> tuple[dict[str, Any], bytes]:
-    try:
-        head, body = wire.unpack_lengths(data[: wire.LENGTHS.size])
-        start = wire.LENGTHS.size
-        if len(data) != start + head + body or body > max_body:
-            raise wire.WireError("lengths")
-        return wire.unpack_header(data[start : start + head]), data[start + head :]
-    except (wire.WireError, struct.error) as error:
-        raise MachineError(f"the host {place.name} answered nonsense: {error!r}") from None

@@ -31,8 +31,9 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
+from rollmill.machines.guest.output import Output
 from rollmill.machines.images.image import BUILT_IN
-from rollmill.machines.machine import USERS, WORK, Capabilities, ExecResult, Machine, Order, Process, Snapshot
+from rollmill.machines.machine import USERS, WORK, Capabilities, ExecResult, Machine, MachineHost, Order, Snapshot
 from rollmill.machines.remote import rpc
 
 _PORT = 49983  # of the agent in a sandbox
@@ -65,7 +66,7 @@ class E2BConfig(Config):
     )
 
 
-class E2BHost:
+class E2BHost(MachineHost):
     """Creates machines on an E2B server. One per event loop."""
 
     def __init__(self, config: E2BConfig) -> None:
@@ -157,7 +158,7 @@ class E2BHost:
             raise MachineError(f"the E2B server does not answer: {error!r}") from None
 
 
-class E2BMachine:
+class E2BMachine(Machine):
     capabilities = Capabilities(kernel="own", snapshot="none", users=USERS)
 
     def __init__(self, host: E2BHost, image: str, identifier: str, token: str, domain: str) -> None:
@@ -173,11 +174,7 @@ class E2BMachine:
         self._closed = False
 
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
-        order = Order(argv, **options)
-        if not order.argv or isinstance(order.argv, str):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        if order.user is not None and order.user not in self.capabilities.users:
-            raise OSError(errno.EPERM, f"no user {order.user!r} here; there are: {', '.join(self.capabilities.users)}")
+        order = self.order(argv, **options)
         await self._renew()
         stdin = "/dev/null"
         if order.stdin:
@@ -200,7 +197,7 @@ class E2BMachine:
             "Connect-Timeout-Ms": str(max(1, round(order.timeout_s * 1000))),
             "Authorization": f"Basic {base64.b64encode(f'{order.user or USERS[0]}:'.encode()).decode()}",
         }
-        output, began, number = _Output(order.max_output), time.monotonic(), None
+        output, began, number = Output(order.max_output), time.monotonic(), None
         body, url = rpc.envelope({"process": process}), f"{self._url}/process.Process/Start"
         ending: dict[str, Any] | None = None
         try:
@@ -278,28 +275,6 @@ class E2BMachine:
             content = {"timeout": int(self._host.config.lease_s)}
             await self._host.api("POST", f"/sandboxes/{self.id}/timeout", content)
 
-    async def start(self, *_: Any, **__: Any) -> Process:
-        raise _not_here("processes that run between commands")
-
-    async def listen(self) -> Any:
-        raise _not_here("ports")
-
-    async def snapshot(self) -> Snapshot:
-        raise _not_here("snapshots")
-
-    async def fork(self, count: int = 1) -> Sequence[Machine]:
-        raise _not_here("forks")
-
-    async def pause(self) -> None:
-        raise _not_here("pauses")
-
-    async def resume(self) -> None:
-        raise _not_here("pauses")
-
-
-def _not_here(what: str) -> OSError:
-    return OSError(errno.ENOTSUP, f"machines of an E2B server have no {what} here")
-
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
     data = bytearray()
@@ -318,7 +293,7 @@ def _refused(status: int, data: bytes) -> Exception:
     return MachineError(f"the E2B server answers with {status}: {said}")
 
 
-def _result(ending: dict[str, Any] | None, error: Any, output: _Output, seconds: float) -> ExecResult:
+def _result(ending: dict[str, Any] | None, error: Any, output: Output, seconds: float) -> ExecResult:
     """How a command ended. A field that is 0 or false may be left out: so is JSON of protocol buffers."""
     if error is not None:
         if error.get("code") == "deadline_exceeded":
@@ -347,29 +322,3 @@ async def _envelopes(content: aiohttp.StreamReader) -> AsyncIterator[tuple[bool,
             yield bool(flags & rpc.END), rpc.message(data)
         except rpc.RpcError as error:
             raise ValueError(error.message) from None
-
-
-class _Output:
-    """The beginning and the end of what a command prints."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._half = most, most // 2
-        self._head, self._tail, self._total = bytearray(), bytearray(), 0
-
-    def add(self, data: bytes) -> None:
-        self._total += len(data)
-        room = max(self._half - len(self._head), 0)
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > self._most + (1 << 16):
-            del self._tail[: len(self._tail) - self._most]
-
-    @property
-    def truncated(self) -> bool:
-        return self._total > self._most
-
-    def bytes(self) -> bytes:
-        if not self.truncated:
-            return bytes(self._head + self._tail)
-        note = f"\n[… {self._total - 2 * self._half} bytes cut]\n".encode()
-        return bytes(self._head) + note + (bytes(self._tail[-self._half :]) if self._half else b"")

@@ -15,13 +15,14 @@ from typing import Any
 from aiohttp import web
 
 from rollmill.errors import MachineError, NoCapacity, TaskError
+from rollmill.machines.framed_machine import Answer
 from rollmill.machines.guest import frames as wire
-from rollmill.machines.machine import ProcessState, Snapshot, longest
-from rollmill.machines.pack_tree import pack_tree
+from rollmill.machines.machine import Process, Snapshot, longest
 from rollmill.machines.remote.ports import serve_connection, serve_port
-from rollmill.machines.remote.service import Kept, Lent, Service
+from rollmill.machines.remote.service import Lent, Service
 
 LEASE_S = 60.0  # of a machine; each request and each renewal begins it anew
+_TYPING_S = 5.0  # for a terminal to take what is typed, before its client is answered
 _EXEC = ("cwd", "env", "timeout_s", "max_output", "user")
 _START = ("cwd", "env", "max_output", "pty", "user")
 
@@ -62,18 +63,15 @@ class Routes:
         """Start a machine.
 
         Needs: the key.
-        Takes: a frame with image, files, and the state to start with: the name of a snapshot, or the size of its bytes.
+        Takes: a frame with image, files, and the state to start with: the name of a snapshot, or its bytes.
         Returns: id, image, what it can do.
         """
         self._check_key(request)
         header, body = await _frame(request)
-        files, start = {}, 0
-        for path, size in header.get("files", []):
-            files[path] = body[start : start + size]
-            start += size
+        files, rest = _files(header, body)
         image, snapshot = str(header["image"]), header.get("snapshot")
         if "state" in header:
-            snapshot = Snapshot(image, body[start : start + int(header["state"])])
+            snapshot = Snapshot(image, rest)
         try:
             lent = await self._service.create(image, files, snapshot=snapshot, lease_s=LEASE_S)
         except NoCapacity as error:
@@ -181,33 +179,28 @@ class Routes:
             raise web.HTTPNotFound from None
         return _answer({})
 
-    async def _serve(
-        self, lent: Lent, operation: str, header: dict[str, Any], body: bytes
-    ) -> tuple[dict[str, Any], bytes]:
+    async def _serve(self, lent: Lent, operation: str, header: dict[str, Any], body: bytes) -> Answer:
         machine = lent.machine
         match operation:
             case "exec":
-                result = await machine.exec(
-                    header["argv"], stdin=body, **{name: header[name] for name in _EXEC if name in header}
-                )
+                options = {name: header[name] for name in _EXEC if name in header}
+                result = await machine.exec(header["argv"], stdin=body, **options)
                 return {**dataclasses.asdict(dataclasses.replace(result, output=b"")), "output": None}, result.output
             case "start":
-                process = await machine.start(
-                    header["argv"], stdin=body, **{name: header[name] for name in _START if name in header}
-                )
-                return {"process": lent.keep(process)}, b""
+                options = {name: header[name] for name in _START if name in header}
+                return {"process": lent.keep(await machine.start(header["argv"], stdin=body, **options))}, b""
             case "state" | "stop" | "input" | "resize":
-                kept = lent.processes.get(header["process"])
-                if kept is None:
+                process = lent.processes.get(header["process"])
+                if process is None:
                     raise ProcessLookupError(errno.ESRCH, "no such process")
-                return await _ask_process(kept, operation, header, body)
+                return await _ask_process(process, operation, header, body)
             case "read":
                 return {}, await machine.read(header["path"], max_bytes=min(header["max_bytes"], wire.MAX_BODY))
             case "pack":
                 options = {name: header[name] for name in ("max_bytes", "timeout_s", "whole")}
-                return {}, await pack_tree(machine, header["path"], **options)
+                return {}, await machine.pack(header["path"], **options)
             case "write":
-                await machine.write(header["path"], body)
+                await machine.write_all(_files(header, body)[0])
                 return {}, b""
             case "snapshot":
                 return {"snapshot": await self._service.save(lent)}, b""
@@ -221,8 +214,8 @@ class Routes:
                     self._service.starting -= header["count"]
                 copies = [self._service.lend(copy, lent.image, LEASE_S) for copy in made]
                 return {"machines": [_describe(copy) for copy in copies]}, b""
-            case "pause" | "resume":
-                await (machine.pause() if operation == "pause" else machine.resume())
+            case "pause" | "resume" | "prepare":
+                await {"pause": machine.pause, "resume": machine.resume, "prepare": machine.prepare}[operation]()
                 return {}, b""
         raise OSError(errno.ENOSYS, f"unknown request {operation!r}")
 
@@ -240,33 +233,33 @@ class Routes:
 
 
 async def _frame(request: web.Request) -> tuple[dict[str, Any], bytes]:
-    data = await request.read()
     try:
-        head, body = wire.unpack_lengths(data[: wire.LENGTHS.size])
-        start = wire.LENGTHS.size
-        if len(data) != start + head + body:
-            raise ValueError
-        return wire.unpack_header(data[start : start + head]), data[start + head :]
-    except Exception:
+        return wire.unpack(await request.read())
+    except wire.WireError:
         raise web.HTTPBadRequest(text="this is no frame") from None
+
+
+def _files(header: dict[str, Any], body: bytes) -> tuple[dict[str, bytes], bytes]:
+    """The files of a request, and what comes behind them."""
+    files, start = {}, 0
+    for path, size in header.get("files", []):
+        files[path] = body[start : start + size]
+        start += size
+    return files, body[start:]
 
 
 def _answer(header: dict[str, Any], body: bytes = b"") -> web.Response:
     return web.Response(body=wire.pack(header, body), content_type="application/octet-stream")
 
 
-async def _ask_process(kept: Kept, operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+async def _ask_process(process: Process, operation: str, header: dict[str, Any], body: bytes) -> Answer:
     match operation:
         case "input":
-            return {"count": await kept.write_some(body)}, b""
+            return {"count": await process.write(body, _TYPING_S)}, b""
         case "resize":
-            await kept.resize(header["rows"], header["columns"])
-        case _:
-            return _state(await (kept.state() if operation == "state" else kept.stop()))
-    return {}, b""
-
-
-def _state(state: ProcessState) -> tuple[dict[str, Any], bytes]:
+            await process.resize(header["rows"], header["columns"])
+            return {}, b""
+    state = await (process.state() if operation == "state" else process.stop())
     return {"exit_code": state.exit_code, "truncated": state.truncated, "stopped": state.stopped}, state.output
 
 

@@ -14,45 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollmill.errors import NoCapacity
-from rollmill.machines.agent_machine import AgentProcess
-from rollmill.machines.machine import Machine, MachineHost, Process, ProcessState, Snapshot, export, release
+from rollmill.machines.machine import Machine, MachineHost, Process, Snapshot, release
 
 log = logging.getLogger(__name__)
 _REAP_S = 1.0
-_TYPING_S = 5.0  # for a terminal to take what is typed, before its client is answered
 _MOST_SNAPSHOTS = 256
 _START_S = 0.5  # about how long a start takes: when to ask again
-
-
-class Kept:
-    """A process that several requests may look at and stop, also at the same time."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._lock = asyncio.Lock()
-        self._last: ProcessState | None = None  # once it was stopped
-
-    async def state(self) -> ProcessState:
-        async with self._lock:
-            return self._last or await self._process.state()
-
-    async def stop(self) -> ProcessState:
-        async with self._lock:
-            self._last = self._last or await self._process.stop()
-            return self._last
-
-    async def write(self, data: bytes) -> None:
-        await self._process.write(data)
-
-    async def write_some(self, data: bytes) -> int:
-        """Type what fits within `_TYPING_S`; a program may read nothing. Returns how many bytes that were."""
-        if isinstance(self._process, AgentProcess):
-            return await self._process.write_some(data, _TYPING_S)
-        await self._process.write(data)
-        return len(data)
-
-    async def resize(self, rows: int, columns: int) -> None:
-        await self._process.resize(rows, columns)
 
 
 @dataclass
@@ -67,7 +34,7 @@ class Lent:
     started: float = field(default_factory=time.time)
     metadata: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)  # of every command
-    processes: dict[int, Kept] = field(default_factory=dict)
+    processes: dict[int, Process] = field(default_factory=dict)
     connections: dict[int, socket.socket] = field(default_factory=dict)  # of its ports, until they are claimed
     next_process: int = 1
 
@@ -78,7 +45,7 @@ class Lent:
 
     def keep(self, process: Process, number: int | None = None) -> int:
         number = self.number() if number is None else number
-        self.processes[number] = Kept(process)
+        self.processes[number] = process
         return number
 
 
@@ -157,7 +124,7 @@ class Service:
 
     async def export(self, snapshot: str) -> bytes:
         """The bytes of a state that is kept here. KeyError: no such snapshot. OSError: it cannot leave this host."""
-        exported = await export(self._host, self._snapshots[snapshot])
+        exported = await self._host.export(self._snapshots[snapshot])
         if exported is None or not isinstance(exported.state, bytes):
             raise OSError(errno.ENOTSUP, "the state of such a machine stays on its host")
         return exported.state

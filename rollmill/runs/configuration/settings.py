@@ -27,7 +27,7 @@ from rollmill.feedback.config import CycleConfig
 from rollmill.gateway.config import GatewayConfig, LendingConfig
 from rollmill.inference.config import EXACT_KV, EngineConfig
 from rollmill.inference.engine_sections import EngineSpec, EnginesSection, engine_specs
-from rollmill.machines.machine_section import MachineSection
+from rollmill.machines.machine import MachineSection
 from rollmill.machines.pool import PoolConfig
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.models.counts import all_parameters

@@ -12,9 +12,10 @@ from rollmill.environments.rewards.calls import HiddenTests, HiddenTestsConfig
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines.images.image import BUILT_IN
-from rollmill.machines.machine import ExecResult
+from rollmill.machines.machine import ExecResult, Machine, MachineWrapper
 from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost
 from rollmill.types import Reward
+from tests.machines.stand_ins import StandInHost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -269,33 +270,24 @@ async def test_no_submission(host: NamespaceHost) -> None:
     assert reward.value == 0.0 and reward.evidence["missing"] == "main.py"
 
 
-class _DeafMachine:
+class _DeafMachine(MachineWrapper):
     """A machine whose Python does not start, or that has none."""
 
-    def __init__(self, machine: Any, python: list[str]) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, python: list[str]) -> None:
+        super().__init__(machine)
         self._python = python
-        self.capabilities = machine.capabilities
 
     async def exec(self, argv: Any, **options: Any) -> ExecResult:
-        return await self._machine.exec([*self._python, *argv[1:]], **options)
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._machine.write(path, data)
-
-    async def close(self) -> None:
-        await self._machine.close()
+        return await super().exec([*self._python, *argv[1:]], **options)
 
 
-class _DeafHost:
+class _DeafHost(StandInHost):
     def __init__(self, host: NamespaceHost, *python: str) -> None:
-        self._host = host
+        self.host = host
         self._python = list(python)
 
-    async def create(self, *arguments: Any, **options: Any) -> Any:
-        return _DeafMachine(await self._host.create(*arguments, **options), self._python)
-
-    async def close(self) -> None: ...
+    async def create(self, *arguments: Any, **options: Any) -> Machine:
+        return _DeafMachine(await super().create(*arguments, **options), self._python)
 
 
 async def test_a_failure_of_the_infrastructure_is_never_a_reward(host: NamespaceHost, tmp_path: Any) -> None:

@@ -17,11 +17,12 @@ from rollmill.machines.images import services
 from rollmill.machines.images.build import build_image
 from rollmill.machines.images.build_services import build_with_services
 from rollmill.machines.images.services import Service, read_services
-from rollmill.machines.machine import Capabilities, ExecResult, Machine, ProcessState
+from rollmill.machines.machine import ExecResult, Machine, ProcessState
 from rollmill.machines.namespace.client import NamespaceConfig
 from rollmill.machines.qemu.host import QemuConfig, QemuHost
 from rollmill.machines.qemu.parts import find_parts
 from tests.machines.conftest import start_host
+from tests.machines.stand_ins import StandInMachine
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/choosing-a-machine.md"
 PSQL = "$(echo /usr/lib/postgresql/*/bin)/psql -h /tmp -U app -d postgres -Atqc"
@@ -160,10 +161,8 @@ def test_a_service_that_does_not_work_is_refused_when_the_image_is_built(
             read_services(file)
 
 
-class StandInMachine:
+class HaltedMachine(StandInMachine):
     """Its services were halted by the agent: the command that stops them takes all the time it is given."""
-
-    capabilities = Capabilities(kernel="shared", snapshot="files")
 
     def __init__(self) -> None:
         self.given: list[float] = []
@@ -186,7 +185,7 @@ class StandInMachine:
 
 async def test_services_that_the_agent_halted_cost_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "_START_AGAIN_S", 0.1)
-    machine: Any = StandInMachine()
+    machine: Any = HaltedMachine()
     service = Service(name="db", start="exec db", ready="db ready", stop="db stop")
     running = services.RunningServices(machine, [service, service.model_copy(update={"name": "cache"})])
     running._processes = {"db": machine, "cache": machine}
