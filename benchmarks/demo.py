@@ -26,13 +26,13 @@ from rich.table import Table
 
 from benchmarks.output import at_least, at_most, finish
 from rollmill.config import load_config
+from rollmill.dashboard.report_run import report_run
 from rollmill.demo import CONFIG as DEMO
 from rollmill.demo.demonstrations import Habits, teacher_solve_rate
 from rollmill.demo.micro_repos import MicroRepos
 from rollmill.evals.suite import EvalConfig
 from rollmill.launch.supervise import drive
 from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.runs.write_report import report_run
 
 QUICK = [
     "stages.midtrain.steps=40",

@@ -51,9 +51,9 @@ LAYERS = (
     ("evals",),
     ("feedback",),
     ("runs",),
+    ("dashboard",),
     ("launch",),
     ("realtime",),
-    ("dashboard",),
     ("demo",),  # a user like any other: nothing but its command imports it
     ("cli",),
 )
@@ -143,7 +143,7 @@ FOLDERS = {
     "rollmill.machines": ("guest", "images", "namespace", "remote", "qemu"),
     "rollmill.models": ("kernels", "updates", "huggingface"),
     "rollmill.models.kernels": ("quantised", "attention", "heads"),
-    "rollmill.runs": ("configuration", "shared", "sinks", "report"),
+    "rollmill.runs": ("configuration", "shared", "sinks"),
     "rollmill.training": ("numerics", "parallel", "publishing", "optimizers", "rl", "pretraining", "stages"),
     "rollmill.weights": ("format", "reading", "writing", "files", "regions"),
 }

@@ -72,8 +72,8 @@ def play_second_act(run: RunDirectory) -> None:
 
     from rollmill.cli.progress import Progress
     from rollmill.cli.train import print_result
+    from rollmill.dashboard.report_run import read_living, report_run
     from rollmill.demo.second_act import MIDTRAIN, live_cycle, make_run, midtrain
-    from rollmill.runs.write_report import read_living, report_run
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:

@@ -123,11 +123,11 @@ def tell_detached(run: RunDirectory) -> None:
 def run_to_report(run: RunDirectory) -> None:
     """Drive the run with a live display, write its report, and print where it is."""
     from rollmill.cli.progress import Progress
+    from rollmill.dashboard.report_run import report_run
     from rollmill.kinds import build
     from rollmill.launch.rank_processes import outside_rank
     from rollmill.launch.supervise import drive, follow
     from rollmill.runs.stages import phases
-    from rollmill.runs.write_report import report_run
 
     if outside_rank() > 0:
         follow(run)
@@ -182,7 +182,7 @@ def watch(run: RunDirectory, cluster: Cluster) -> None:
 
 
 def show_finished(run: RunDirectory) -> None:
-    from rollmill.runs.write_report import share_report
+    from rollmill.dashboard.report_run import share_report
 
     share_report(run)  # its store may not have answered when it was written
     print_result(run.path / "report.html")

@@ -1,1 +1,1 @@
-"""A live page about a run or a store. Read-only."""
+"""What people see of a run: the report and the live page, from one renderer. Read-only."""

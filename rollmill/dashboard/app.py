@@ -13,19 +13,18 @@ import binascii
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
-from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from markupsafe import Markup
 
 from rollmill.dashboard.live import Live
-from rollmill.dashboard.page_shell import page
+from rollmill.dashboard.render import render, static
 from rollmill.dashboard.run_source import Source
 from rollmill.dashboard.trajectory_pages import Filters, list_page, reading_page
 from rollmill.errors import ConfigError, GatewayError, RollmillError, TrajectoryError
 from rollmill.gateway.access.keys import KeyRing
-from rollmill.runs.report.markup import tag
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -41,11 +40,11 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 _STATIC = {
-    "report.css": ("rollmill.runs.report", "assets/style.css", "text/css"),
-    "report.js": ("rollmill.runs.report", "assets/page.js", "text/javascript"),
-    "dashboard.css": ("rollmill.dashboard", "static/dashboard.css", "text/css"),
-    "dashboard.js": ("rollmill.dashboard", "static/dashboard.js", "text/javascript"),
-    "icon.svg": ("rollmill.dashboard", "static/icon.svg", "image/svg+xml"),
+    "report.css": "text/css",
+    "report.js": "text/javascript",
+    "dashboard.css": "text/css",
+    "dashboard.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
 }
 
 
@@ -65,6 +64,9 @@ class _Handlers:
     def __init__(self, source: Source) -> None:
         self._source, self._live = source, Live(source)
 
+    def _page(self, place: str, content: Markup, *, live: bool = False) -> web.Response:
+        return html(render("page", "page", self._source.name, place, content, live))
+
     async def overview(self, request: web.Request) -> web.Response:
         """Show the overview: state, processes, queues, costs, versions, and the report's figures as they grow.
 
@@ -72,7 +74,7 @@ class _Handlers:
         Returns: HTML.
         """
         made = await asyncio.to_thread(self._live.snapshot)
-        return html(page(self._source.name, "overview", made.body, live=True))
+        return self._page("overview", made.body, live=True)
 
     async def live(self, request: web.Request) -> web.Response:
         """Return the overview without its frame, for the script of the page.
@@ -96,7 +98,7 @@ class _Handlers:
         Returns: HTML; 400 if a filter cannot be read.
         """
         content = await asyncio.to_thread(list_page, self._source, Filters.of(request.query))
-        return html(page(self._source.name, "trajectories", content))
+        return self._page("trajectories", content)
 
     async def trajectory(self, request: web.Request) -> web.Response:
         """Show one trajectory turn by turn: tokens, log-probs, the weights that sampled them, rewards, feedback.
@@ -106,7 +108,7 @@ class _Handlers:
         Returns: HTML; 404 if there is no such trajectory.
         """
         content = await asyncio.to_thread(reading_page, self._source, request.query.get("id", ""))
-        return html(page(self._source.name, "trajectories", content))
+        return self._page("trajectories", content)
 
     async def static(self, request: web.Request) -> web.Response:
         """Return a style sheet, script or picture of the page.
@@ -116,9 +118,8 @@ class _Handlers:
         """
         if request.match_info["name"] not in _STATIC:
             raise web.HTTPNotFound
-        package, path, kind = _STATIC[request.match_info["name"]]
-        text = (resources.files(package) / path).read_text(encoding="utf-8")
-        return web.Response(text=text, content_type=kind, charset="utf-8")
+        name = request.match_info["name"]
+        return web.Response(text=static(name), content_type=_STATIC[name], charset="utf-8")
 
 
 def html(text: str, status: int = 200) -> web.Response:
@@ -153,8 +154,7 @@ def _guard(keys: KeyRing | None) -> Any:
 
 
 def _problem(message: str, hint: str | None, status: int) -> web.Response:
-    content = tag("main", tag("section", tag("h2", message), tag("p", hint or "", class_="about")), id="content")
-    return html(page("Rollmill", "", content), status)
+    return html(render("page", "page", "Rollmill", "", render("page", "problem", message, hint), False), status)
 
 
 def _secret(request: web.Request) -> str:

@@ -14,16 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rollmill.dashboard import run_overview as overview
+from markupsafe import Markup
+
+from rollmill.dashboard.chapters import chapters
+from rollmill.dashboard.costs import costs_chapter
+from rollmill.dashboard.figures import Event, figures, finite
+from rollmill.dashboard.loans import LOANS, loans_chapter, read_loans
 from rollmill.dashboard.queries import Costs, Queue, Served, read_cycles, read_queue, read_recent, read_served, run_keys
+from rollmill.dashboard.render import render
+from rollmill.dashboard.report import every_figure, incidents, lead, tiles
 from rollmill.dashboard.run_source import Source
 from rollmill.dashboard.run_status import Channel, read_channels, read_engines, read_processes
 from rollmill.dashboard.watch import Watch
+from rollmill.feedback.collect import PRODUCTION
 from rollmill.runs.cycle_journal import Move
-from rollmill.runs.report.figures import figures
-from rollmill.runs.report.loans import LOANS, loans_chapter, read_loans
-from rollmill.runs.report.markup import Markup, join, tag
-from rollmill.runs.report.page import chapters, every_figure, incidents, lead, tiles
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.status import RunState, state_of
 from rollmill.training.stage import RolloutSettings
@@ -73,13 +77,12 @@ class Live:
         source = self._source
         keys = run_keys(source.database, source.only)
         found = read_recent(source.database, keys[-SHOWN_KEYS:], MOST_RECENT)
-        note = tag("p", f"{len(keys)} stages and evaluations have trajectories.", class_="lead")
         return _body(
             {
-                "head": overview.hero("Rollmill store", "still", source.name, note),
-                "cycle": overview.cycles(self._cycles()),
-                "runs": overview.recent(found, MOST_RECENT),
-                "regions": overview.regions([], self._channels(), [], {}),
+                "head": _part("of_database", source.name, len(keys)),
+                "cycle": _part("cycles", self._cycles()),
+                "runs": _part("recent", found, MOST_RECENT) if found else Markup(""),
+                "regions": _part("regions", [], self._channels(), [], {}),
             }
         )
 
@@ -99,21 +102,23 @@ class Live:
             self._drawn = self._draw(run, watch, stage, costs)
             self._undrawn, self._draw_at = False, time.monotonic() + SHARE * (time.thread_time() - started)
         drawn = dict(self._drawn)
-        evaluation = next(reversed([*watch.all("eval_progress")]), None)
-        progress = overview.progress(state, evaluation, f"rollmill train --resume {run.path}")
-        kicker, mood = f"Rollmill run · {state.word}", overview.STATES[state.word]
+        evaluation = _unfinished(next(reversed([*watch.all("eval_progress")]), {}))
+        resume = f"rollmill train --resume {run.path}"
+        served = f"/trajectories?run={PRODUCTION}"
         return _body(
             {
-                "head": overview.hero(kicker, mood, run.config.name, drawn.pop("lead"), progress, drawn.pop("tiles")),
-                "cycle": overview.cycles(self._cycles()),
-                "users": overview.users(self._served(run), MOST_RECENT),
+                "head": _part(
+                    "of_run", run.config.name, state, evaluation, resume, drawn.pop("lead"), drawn.pop("tiles")
+                ),
+                "cycle": _part("cycles", self._cycles()),
+                "users": _part("users", self._served(run), MOST_RECENT, served),
                 "learning": drawn.pop("learning"),
                 "solving": drawn.pop("solving"),
-                "queue": overview.queue(stage, queue, engines),
+                "queue": _part("queue", stage, queue, engines),
                 "loans": loans_chapter(loans),
-                "processes": overview.processes(processes),
+                "processes": _part("processes", processes),
                 "costs": drawn.pop("costs"),
-                "regions": overview.regions(engines, self._channels(), self._heads(run), lent),
+                "regions": _part("regions", engines, self._channels(), self._heads(run), lent),
                 **drawn,
             }
         )
@@ -127,7 +132,7 @@ class Live:
         return {
             "lead": lead(summary) if summary["gain"] is not None else Markup(""),
             "tiles": tiles(summary),
-            "costs": overview.costs(costs.steps, trained, watch.all("busy")) if costs is not None else Markup(""),
+            "costs": costs_chapter(costs.steps, trained, watch.all("busy")) if costs is not None else Markup(""),
             **chapters(events, summary),
             "incidents": incidents(events),
             "figures": every_figure(summary),
@@ -180,7 +185,15 @@ class Live:
         return value  # type: ignore[return-value]
 
 
+def _part(name: str, *arguments: object) -> Markup:
+    return render("overview", name, *arguments)
+
+
 def _body(parts: Parts) -> Markup:
-    """Every part has an id of its own: the page's script replaces the parts that changed."""
-    head, *others = (tag("div", content, id=f"part-{name}", class_="part") for name, content in parts.items())
-    return join(head, tag("main", others, id="content"))
+    return render("overview", "body", parts)
+
+
+def _unfinished(evaluation: Event) -> dict[str, object] | None:
+    """Attempts done and in all of an evaluation; None if none are left."""
+    done, total = (int(finite(evaluation.get(key), 0.0)) for key in ("done", "total"))
+    return {"label": str(evaluation.get("label")), "done": done, "total": total} if total > done else None

@@ -10,11 +10,11 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.dashboard.conversation import Decode
 from rollmill.errors import ConfigError, StorageError
 from rollmill.feedback.collect import PRODUCTION
 from rollmill.gateway.sessions.registry import read_open_session
 from rollmill.runs.opening import open_run
-from rollmill.runs.report.conversation import Decode
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmill.dashboard.figures import Event, finite
 from rollmill.errors import RollmillError
 from rollmill.runs.lock import holder
-from rollmill.runs.report.figures import Event, finite
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.status import service_paths
 from rollmill.storage.objects import Objects

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
+from markupsafe import Markup
+
+from rollmill.dashboard.conversation import readings
 from rollmill.dashboard.queries import WINDOW, Page, find_page, run_keys
-from rollmill.dashboard.run_overview import moment, table
+from rollmill.dashboard.render import render
 from rollmill.dashboard.run_source import Source
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
-from rollmill.runs.report.markup import Markup, join, tag
-from rollmill.runs.report.page import readings
-from rollmill.runs.report.scales import duration, number
-from rollmill.runs.report.sections import section
 from rollmill.trajectories.query import Cursor, Range, TrajectoryQuery
-from rollmill.trajectories.table_rows import FeedbackRow, LedgerEntry, TrajectoryRow
+from rollmill.trajectories.table_rows import LedgerEntry
 from rollmill.types import TrajectoryState
 
-COLOURS = {"graded": "good", "failed": "bad", "quarantined": "bad", "running": "live-text"}
 MOST_GROUP = 64  # other members of its group that are shown
 
 
@@ -84,100 +82,28 @@ def _cursor(text: str) -> Cursor | None:
 def list_page(source: Source, filters: Filters) -> Markup:
     """One page of the list."""
     if not source.exists:
-        return _frame(section("Trajectories", "There are none yet: they appear when the first rollouts start.", " "))
+        return render("trajectories", "none_yet")
     known = run_keys(source.database, source.only)
     keys = [filters.run] if filters.run in known else known if not filters.run else []
     page = Page([], None, True)
     if keys:
         page = find_page(source.database, filters.query(), keys, filters.search, source.only)
-    whose = "What agents and users did" if source.only is None else "What agents and users did in this run"
-    return _frame(
-        section(
-            "Trajectories",
-            f"{whose}, newest first. A search looks at ids, tasks, families and reasons.",
-            _form(filters, known),
-            _list(page.rows, source.only) if page.rows else tag("p", _nothing(page), class_="lead"),
-            _more(filters, page),
-        )
+    more = ""
+    if page.next is not None:
+        at, id = page.next
+        more = filters.url(after=f"{at!r},{id or ''}")
+    return render(
+        "trajectories",
+        "listed",
+        source.only,
+        filters,
+        filters != Filters(),
+        known,
+        list(TrajectoryState),
+        page,
+        more,
+        WINDOW,
     )
-
-
-def _frame(*content: str) -> Markup:
-    return tag("main", *content, id="content", class_="list")
-
-
-def _nothing(page: Page) -> str:
-    if page.looked_at_all:
-        return "No trajectory matches."
-    return f"None of these {number(WINDOW)} trajectories matches. Older ones may."
-
-
-def _more(filters: Filters, page: Page) -> Markup:
-    if page.next is None:
-        return Markup("")
-    at, id = page.next
-    words = "Older ones" if page.looked_at_all else "Look further back"
-    return tag("p", tag("a", words, href=filters.url(after=f"{at!r},{id or ''}"), rel="next"), class_="more")
-
-
-def _form(filters: Filters, keys: Sequence[str]) -> Markup:
-    fields = [
-        tag("input", type="search", name_="search", value=filters.search, placeholder="search", aria_label="search"),
-        _choice("run", filters.run, {"": "every stage", **{key: key for key in keys}}),
-        _choice("state", filters.state, {"": "any state", **{str(state): str(state) for state in TrajectoryState}}),
-        _choice("solved", filters.solved, {"": "solved or not", "yes": "solved", "no": "not solved"}),
-        *(
-            tag("input", name_=name, value=getattr(filters, name), placeholder=words, aria_label=words, size=9)
-            for name, words in (("split", "split"), ("reward", "reward 0..1"), ("version", "version 3..7"))
-        ),
-        tag("button", "Filter"),
-        tag("a", "clear", href="/trajectories") if filters != Filters() else "",
-    ]
-    return tag("form", fields, action="/trajectories", class_="filters", role="search")
-
-
-def _choice(name: str, chosen: str, options: Mapping[str, str]) -> Markup:
-    listed = [tag("option", words, value=value, selected=value == chosen) for value, words in options.items()]
-    return tag("select", listed, name_=name, aria_label=name)
-
-
-def _link(row: TrajectoryRow, words: str) -> Markup:
-    return tag("a", words, href=f"/trajectory?{urlencode({'id': row.id})}", title=row.id)
-
-
-def _list(rows: Sequence[TrajectoryRow], only: str | None) -> Markup:
-    heads = ("Trajectory", "State", "Task", "Sampled by", "Created", "Reward", "Tokens", "Turns", "Took")
-    return table(heads, [_cells(row, only) for row in rows], words=5)
-
-
-def _cells(row: TrajectoryRow, only: str | None) -> list[str]:
-    """The id without that of the run, which all of them would have."""
-    reason = tag("small", f" {(row.reason or '')[:80]}") if row.reason else ""
-    split = tag("small", f" {row.split}") if row.split else ""
-    return [
-        _link(row, row.id.removeprefix(f"{only}-")),
-        join(tag("span", str(row.state), class_=COLOURS.get(row.state, "off")), reason),
-        join(row.task_id[:60], split),
-        tag("code", _versions(row)),
-        moment(row.created_at),
-        _reward(row.reward),
-        "–" if row.tokens is None else number(row.tokens),
-        "–" if row.turns is None else number(row.turns),
-        "–" if row.finished_at is None else duration(row.finished_at - row.created_at),
-    ]
-
-
-def _reward(value: float | None) -> Markup:
-    if value is None:
-        return Markup("–")
-    return tag("b", number(round(value, 3)), class_="good" if value > 0 else "bad")
-
-
-def _versions(row: TrajectoryRow) -> str:
-    if row.newest_version is None:
-        return "–"
-    oldest = f"{row.oldest_version}–" if row.oldest_version != row.newest_version else ""
-    return f"{row.line}@{oldest}{row.newest_version}"
 
 
 def reading_page(source: Source, id: str) -> Markup:
@@ -189,55 +115,16 @@ def reading_page(source: Source, id: str) -> Markup:
     group = store.list(run=row.run, group_id=row.group_id, limit=MOST_GROUP) if row.group_id else []
     try:
         trajectory = source.load(row)
-        problem = "" if trajectory else f"It is {row.state}, and nothing of it can be read."
+        problem = f"It is {row.state}, and nothing of it can be read."
     except (TrajectoryError, StorageError) as error:  # the index is still worth reading
         trajectory, problem = None, f"Its payload cannot be read: {error.message}"
-    content = readings({row.task_id: trajectory}, source.decode) if trajectory else tag("p", problem, class_="lead")
-    return _frame(
-        tag("p", tag("a", "All trajectories", href="/trajectories"), class_="more"),
-        _facts(row, group, store.entries(row.id), store.feedback(row.id)),
-        content,
-    )
-
-
-def _facts(
-    row: TrajectoryRow, group: Sequence[TrajectoryRow], entries: Sequence[LedgerEntry], said: Sequence[FeedbackRow]
-) -> Markup:
-    facts: list[tuple[str, str]] = [
-        ("State", tag("span", str(row.state), class_=COLOURS.get(row.state, "off"))),
-        ("Reward", _reward(row.reward)),
-        ("Why", (row.reason or "")[:2000]),
-        ("Task", " · ".join(part for part in (row.task_id, row.family, row.split) if part)[:500]),
-        ("Run", f"{row.run} · {row.traffic}"),
-        ("Sampled by", tag("code", _versions(row))),
-        ("Regions", row.regions or ""),
-        ("Created", moment(row.created_at)),
-        ("Took", "" if row.finished_at is None else duration(row.finished_at - row.created_at)),
-        ("Segments", f"{row.segments} ({row.causes})" if row.segments else ""),
-        ("Group", _group(row, group)),
-        *(("Ledger", _entry(entry)) for entry in entries),
-        *(("Feedback", _feedback(each)) for each in said[:100]),
-    ]
-    cells = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in facts if value]
-    head = tag("h2", tag("code", row.id))
-    return tag("section", head, tag("table", tag("tbody", cells), class_="facts-of"))
-
-
-def _group(row: TrajectoryRow, group: Sequence[TrajectoryRow]) -> Markup:
-    """The rewards of the whole group: how it compares is what it is trained on."""
-    members = []
-    for member in sorted(group, key=lambda member: member.id):
-        words = str(member.state) if member.reward is None else number(round(member.reward, 3))
-        members.append(tag("b", words, aria_current="true") if member.id == row.id else _link(member, words))
-    return join(*(part for member in members for part in (member, " "))) if len(members) > 1 else Markup("")
+    content = readings({row.task_id: trajectory}, source.decode) if trajectory else ""
+    entries = [_entry(entry) for entry in store.entries(row.id)]
+    members = sorted(group, key=lambda member: member.id)
+    return render("trajectories", "read", row, members, entries, store.feedback(row.id), content, problem)
 
 
 def _entry(entry: LedgerEntry) -> str:
     step = f" in step {entry.step}" if entry.step is not None else ""
     origin = f"admitted from {entry.origin}" if entry.origin else ""
     return " · ".join(part for part in (entry.run, f"{entry.state}{step}", (entry.reason or "")[:300], origin) if part)
-
-
-def _feedback(said: FeedbackRow) -> Markup:
-    value = "" if said.value is None else f" {said.value:g}"
-    return join(f"{said.kind[:80]}{value} ", tag("small", str(said.data)[:500]), " ", moment(said.created_at))

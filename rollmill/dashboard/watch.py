@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollmill.runs.report.figures import Event, RunEvents
-from rollmill.runs.report.loans import LOANS
+from rollmill.dashboard.figures import Event, RunEvents
+from rollmill.dashboard.loans import LOANS
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.status import service_paths
 from rollmill.telemetry import EventTail

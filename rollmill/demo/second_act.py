@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config import load_config
+from rollmill.dashboard.report_run import ACCEPTANCE, SECOND_ACT
 from rollmill.demo.production import open_production, set_live
 from rollmill.demo.simulated_users import load_population
 from rollmill.launch.supervise import drive
 from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.runs.write_report import ACCEPTANCE, SECOND_ACT
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore

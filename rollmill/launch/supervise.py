@@ -149,7 +149,7 @@ def _until_ended(launcher: Launcher, role: str, on_tick: OnTick) -> None:
 
 def drive_given() -> None:
     """The process of a supervisor: drives the run that it is handed on stdin, and writes its report."""
-    from rollmill.runs.write_report import report_run
+    from rollmill.dashboard.report_run import report_run
 
     end_with_parent()
     run = take(json.load(sys.stdin))

@@ -12,9 +12,9 @@ from rollmill.dashboard.run_source import Source
 from rollmill.runs.run import RunDirectory
 from tests.dashboard.browser import browsing
 from tests.dashboard.conftest import Open
+from tests.dashboard.test_report import HOSTILE
 from tests.dashboard.test_run_overview import emit
 from tests.dashboard.test_trajectory_pages import STRANGE, filled  # noqa: F401
-from tests.runs.test_report import HOSTILE
 
 PAPER = "getComputedStyle(document.body).backgroundColor"
 STEPS = "document.querySelector('.tiles dd').firstChild.textContent"

@@ -13,20 +13,20 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.dashboard import live as live_module
+from rollmill.dashboard.chapters import chapters
+from rollmill.dashboard.costs import costs_chapter
+from rollmill.dashboard.figures import RunEvents, figures
 from rollmill.dashboard.live import Live
 from rollmill.dashboard.queries import StepCost, read_queue
-from rollmill.dashboard.run_overview import costs
+from rollmill.dashboard.report import write_report
+from rollmill.dashboard.report_run import loans_of
 from rollmill.dashboard.run_source import Source
+from rollmill.dashboard.scales import GAP
 from rollmill.errors import StorageError
 from rollmill.gateway.access.keys import KeyRing, KeyStore
 from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.lock import exclusive
-from rollmill.runs.report import write_report
-from rollmill.runs.report.figures import RunEvents, figures
-from rollmill.runs.report.page import chapters
-from rollmill.runs.report.scales import GAP
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.write_report import loans_of
 from rollmill.storage.database import open_database, reading, writing
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
@@ -36,7 +36,7 @@ from rollmill.trajectories.tables import keys as key_table
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from tests.dashboard.conftest import Open
-from tests.runs.test_report import HOSTILE, Page
+from tests.dashboard.test_report import HOSTILE, Page
 from tests.trajectories.build import start_group
 from tests.trajectories.test_ledger import record, settle, start
 from tests.weights.build import publish_line
@@ -134,7 +134,7 @@ def test_what_a_solved_attempt_costs() -> None:
         ("engine-home", "decode", 60, 69),  # after the last step
     ]
     busy = [{"process": process, "what": what, "start": start, "end": end} for process, what, start, end in worked]
-    text = costs(steps, {0: 10.0, 1: 20.0, 2: 30.0, 3: 40.0, 4: 50.0}, busy)
+    text = costs_chapter(steps, {0: 10.0, 1: 20.0, 2: 30.0, 3: 40.0, 4: 50.0}, busy)
     tiles = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>", text))
     assert tiles == {
         "Solved": "4",
@@ -143,7 +143,7 @@ def test_what_a_solved_attempt_costs() -> None:
         "Engine time": f"3{GAP}s",
         "Trainer time": f"1{GAP}s",
     }
-    assert not costs({1: StepCost(4, 0, 100)}, {1: 20.0}, busy), "nothing was solved"
+    assert not costs_chapter({1: StepCost(4, 0, 100)}, {1: 20.0}, busy), "nothing was solved"
 
 
 def test_costs_are_read_from_the_committed_steps(run: RunDirectory) -> None:

@@ -22,8 +22,8 @@ from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Reward
 from tests.dashboard.conftest import Open
+from tests.dashboard.test_report import HOSTILE
 from tests.dashboard.test_run_overview import assert_tame
-from tests.runs.test_report import HOSTILE
 from tests.trajectories import build
 
 CALL = {"name": HOSTILE, "arguments": f'{{"path": "{"../" * 9}", "{HOSTILE[:20]}": "\\u202e"}}'}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.dashboard.report_run import ACCEPTANCE
 from rollmill.demo import second_act
 from rollmill.demo.simulated_users import PopulationFile
 from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.write_report import ACCEPTANCE
 from rollmill.storage.database import open_database
 from tests.runs.conftest import make_config
 

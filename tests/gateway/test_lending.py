@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from rollmill.config import validate_config
+from rollmill.dashboard.loans import LOANS
 from rollmill.errors import ConfigError
 from rollmill.events import EVENTS
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig, LendingConfig
@@ -24,7 +25,6 @@ from rollmill.gateway.routing.lender import Lender, LendingRule, Seen, is_hour
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine_wire import WIRE
 from rollmill.inference.server import make_app, serving
-from rollmill.runs.report.loans import LOANS
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.line_follower import Follower

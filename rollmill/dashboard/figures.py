@@ -27,7 +27,7 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     engines                    by name: region, switches, switches_in_flight, pause_seconds (mean, max), time_to_engine
                                (mean, max), bytes, tokens_per_s
     pauses, restarts           count and total seconds of weight switches; processes that had to be started again
-    living                     what users taught it (report/living.py); null without a cycle of real-time RL: cycles,
+    living                     what users taught it (living.py); null without a cycle of real-time RL: cycles,
                                moves, gate and canary; conversations, contexts (mean per conversation), window;
                                second_act (a model of its own); if true acceptance was measured: users ("simulated"),
                                population, measured, before, after, gain
@@ -185,7 +185,7 @@ def find_eval(run: RunEvents, label: str, split: str = "heldout", mode: str = "s
     return next((one for one in run.evals if (one.get("label"), one.get("split"), one.get("mode")) == wanted), None)
 
 
-def figures(run: RunEvents, *, name: str, seed: int | None, seconds: float | None = None) -> dict[str, Any]:
+def figures(run: RunEvents, *, name: str, seed: int | None) -> dict[str, Any]:
     start, end = run.span
     before, after = find_eval(run, "before"), find_eval(run, "after")
     gain = gain_of(before, after) if before and after else None
@@ -193,7 +193,7 @@ def figures(run: RunEvents, *, name: str, seed: int | None, seconds: float | Non
         "format": FORMAT,
         "name": name,
         "seed": seed,
-        "seconds": end - start - run.paused if seconds is None else seconds,
+        "seconds": end - start - run.paused,
         **_rate("solve_rate_before", before),
         **_rate("solve_rate_after", after),
         "gain": gain.value if gain else None,

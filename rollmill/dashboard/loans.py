@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.runs.report.figures import Event, finite
-from rollmill.runs.report.markup import Markup, tag
-from rollmill.runs.report.scales import duration, number
-from rollmill.runs.report.sections import section
+from markupsafe import Markup
+
+from rollmill.dashboard.figures import Event, finite
+from rollmill.dashboard.render import render
 
 LOANS = ("lend", "returned")  # the events that tell it
 MOST_SHOWN = 30  # newest loans
@@ -22,7 +21,7 @@ class LoanRecord:
     engine: str
     line: str
     since: float  # seconds since the epoch
-    until: float | None  # None: it is lent now; NaN: nobody saw when it ended
+    until: float | None  # None: it is lent now; NaN: no event says when it ended
     why: str
     why_returned: str = ""
     return_s: float | None = None  # from when it was needed; None: it returned by itself, or has not returned
@@ -62,7 +61,7 @@ def read_loans(events: Iterable[Event], running: Mapping[str, float]) -> list[Lo
             if name in open_:  # its process, or that of the lender, was lost
                 end(name, at, {"reason": "not known"})
             open_[name] = event
-    for name, lend in [*open_.items()]:
+    for name, lend in list(open_.items()):
         since = finite(lend["at"], 0.0)
         if since < running.get(name, math.inf):
             end(name, math.nan, {"reason": "its process ended"})
@@ -89,47 +88,5 @@ def loan_figures(loans: Sequence[LoanRecord]) -> dict[str, Any] | None:
 
 
 def loans_chapter(loans: Sequence[LoanRecord]) -> Markup:
-    rows = [tag("tr", [tag("td", cell) for cell in _row(loan)]) for loan in loans[:MOST_SHOWN]]
-    if not rows:
-        return Markup("")
-    heads = ("Engine", "Lent to", "Since", "For", "Back in", "Why it was lent, and why it came back")
-    header = tag("thead", tag("tr", [tag("th", head, scope="col") for head in heads]))
-    listed = tag("table", header, tag("tbody", rows), class_="words loans")
-    more = f"The newest {MOST_SHOWN} of {number(len(loans))} loans." if len(loans) > MOST_SHOWN else ""
-    return section(
-        "Engines lent to training",
-        "Production lends engines while it needs few of them, and has them back within a declared time.",
-        tag("p", _words(loans), class_="about"),
-        tag("div", listed, class_="scroll"),
-        tag("p", more, class_="about") if more else "",
-    )
-
-
-def _words(loans: Sequence[LoanRecord]) -> str:
-    told = loan_figures(loans)
-    assert told is not None
-    now = f"{number(told['open'])} lent now. " if told["open"] else "None is lent now. "
-    before = f"{number(told['loans'])} loans since its service started"
-    if not told["returns"]:
-        return f"{now}{before}."
-    slowest, limit = told["return_seconds"]["max"], told["limit_seconds"]
-    declared = f" of the {duration(limit)} declared" if limit is not None else ""
-    late = f"{number(told['late'])} late" if told["late"] else "none late"
-    return f"{now}{before}, {number(told['returns'])} recalled: slowest return {duration(slowest)}{declared}, {late}."
-
-
-def _row(loan: LoanRecord) -> list[str]:
-    at = time.gmtime(loan.since)
-    since = tag("time", time.strftime("%Y-%m-%d %H:%M:%S UTC", at), data_since=f"{loan.since:.0f}")
-    lasted: str = tag("b", "lent now", class_="good")
-    if loan.until is not None:
-        lasted = "not known" if math.isnan(loan.until) else duration(loan.until - loan.since)
-    back = "–" if loan.return_s is None else duration(loan.return_s)
-    return [
-        loan.engine,
-        tag("code", loan.line),
-        since,
-        lasted,
-        tag("b", f"{back}, late", class_="bad") if loan.late else back,
-        tag("span", loan.why[:300], f" → {loan.why_returned[:300]}" if loan.until is not None else ""),
-    ]
+    """The newest loans in a table, and all of them in a sentence; empty if no engine was lent."""
+    return render("loans", "chapter", loans[:MOST_SHOWN], loan_figures(loans), MOST_SHOWN)

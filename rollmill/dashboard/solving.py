@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.runs.report.charts import interval_chart
-from rollmill.runs.report.figures import Event, RunEvents, find_eval, finite, gain_of, rate_of
-from rollmill.runs.report.markup import Markup, tag
-from rollmill.runs.report.scales import GAP, number, percent
-from rollmill.runs.report.sections import FULL, figure, section
+from markupsafe import Markup
+
+from rollmill.dashboard.charts import Bar, Figure, interval_chart
+from rollmill.dashboard.figures import Event, RunEvents, find_eval, finite, gain_of, rate_of
+from rollmill.dashboard.render import render
+from rollmill.dashboard.scales import GAP, number, percent, signed
 
 FAMILY = "heldout_family"
 SPLITS = {
@@ -21,40 +22,32 @@ SPLITS = {
 
 
 def solving(run: RunEvents) -> Markup:
-    """Before against after, per split and mode, with intervals."""
+    """Before against after, per split and mode, with intervals; empty without evaluations."""
+    if not run.evals:
+        return Markup("")
     places = dict.fromkeys((str(one.get("split")), str(one.get("mode"))) for one in run.evals)
     rows = []
     for split, mode in places:
-        results = [one for one in run.evals if (one.get("split"), one.get("mode")) == (split, mode)]
-        bars = [_rate_bar(one) for one in results]
+        bars = [_bar(one) for one in run.evals if (one.get("split"), one.get("mode")) == (split, mode)]
         before, after = find_eval(run, "before", split, mode), find_eval(run, "after", split, mode)
-        gained = f", {100 * gain_of(before, after).value:+.1f} points" if before and after else ""
-        rows.append((SPLITS.get(split, split), f"{mode}{gained}".replace("-", "−"), bars))
-    if not rows:
-        return Markup("")
+        gained = f", {signed(gain_of(before, after).value)} points" if before and after else ""
+        rows.append((SPLITS.get(split, split), f"{mode}{gained}", bars))
     attempts = sum(int(finite(one.get("attempts"), 0)) for one in run.evals)
-    chart = figure(
+    chart = Figure(
         "Solve rate before and after reinforcement",
         f"{number(attempts)} attempts in all. Whiskers are 95{GAP}% intervals; attempts at one task count together.",
         interval_chart(rows, "Bars of held-out solve rates before and after training, with intervals"),
         {"before": "before", "ember": "after"},
-        FULL,
+        full=True,
     )
-    families = " Families of the held-out family never occur in training." if (FAMILY, "sampled") in places else ""
-    return section(
-        "Does it solve tasks it has never seen?",
-        f"The rewards of the tasks decide. Held-out tasks are not trained on.{families}",
-        tag("div", chart, class_="grid"),
-        _table(("Evaluation", "Attempts", "pass@1", "pass@k", "Mean reward"), list(map(_result, run.evals))),
-        _table(("Family", "Evaluation", "Tasks", "Attempts", "pass@1", "Mean reward"), _families(run)),
-    )
+    results, families = [_result(one) for one in run.evals], _families(run)
+    return render("chapters", "solving", chart, (FAMILY, "sampled") in places, results, families)
 
 
-def _rate_bar(result: Event) -> tuple[str, str, float, float, float]:
+def _bar(result: Event) -> Bar:
     label = str(result.get("label"))
-    colour = {"before": "before", "after": "ember"}.get(label, "steel")
     rate = rate_of(result)
-    return label, colour, rate.value, rate.low, rate.high
+    return label, {"before": "before", "after": "ember"}.get(label, "steel"), rate.value, rate.low, rate.high
 
 
 def _result(result: Event) -> list[str]:
@@ -82,10 +75,8 @@ def _families(run: RunEvents) -> list[list[str]]:
             found.setdefault((str(families.get(task, "–")), str(result.get("label"))), []).append(known)
     if len({family for family, _ in found}) < 2:
         return []
-    return [
-        [*place, number(len(tasks)), *_means(tasks)]
-        for place, tasks in sorted(found.items(), key=lambda each: each[0][0])
-    ]
+    ordered = sorted(found.items(), key=lambda each: each[0][0])
+    return [[*place, number(len(tasks)), *_means(tasks)] for place, tasks in ordered]
 
 
 def _means(tasks: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -95,11 +86,3 @@ def _means(tasks: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     solved = [float(bool(each.get("solved"))) for each in made]
     earned = [finite(each.get("reward"), one) for each, one in zip(made, solved, strict=True)]
     return [number(len(made)), percent(sum(solved) / len(made), 1), number(sum(earned) / len(made))]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    if not rows:
-        return Markup("")
-    header = tag("thead", tag("tr", [tag("th", head, scope="col") for head in heads]))
-    body = tag("tbody", [tag("tr", [tag("td", cell) for cell in row]) for row in rows])
-    return tag("div", tag("table", header, body), class_="scroll")

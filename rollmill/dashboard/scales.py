@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -123,3 +124,23 @@ def duration(value: float) -> str:
     if value >= 1 or value == 0:
         return f"{value:.3g}{GAP}s"
     return f"{value * 1000:.3g}{GAP}ms"
+
+
+def moment(at: float) -> str:
+    """Date and time in UTC of seconds since the epoch."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def clock_time(at: float) -> str:
+    """The time of day here of seconds since the epoch."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def minus(text: str) -> str:
+    """With the sign for minus in the place of the hyphen."""
+    return text.replace("-", "−")
+
+
+def signed(share: float) -> str:
+    """A difference of shares in points: +4.2."""
+    return minus(f"{100 * share:+.1f}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollmill.runs.report.charts import BOLD, CHARACTER, NARROW, Draw, svg
-from rollmill.runs.report.figures import RunEvents, finite
-from rollmill.runs.report.markup import Markup, tag
-from rollmill.runs.report.scales import Scale, clock, clock_ticks, duration, percent
+from markupsafe import Markup
+
+from rollmill.dashboard.charts import BOLD, CHARACTER, NARROW, Axes, Draw, Frame, Rect, Text
+from rollmill.dashboard.figures import RunEvents, finite
+from rollmill.dashboard.render import render
+from rollmill.dashboard.scales import Scale, clock, clock_ticks, duration, percent
 
 # The colour of each kind of work, in the order of painting: later ones lie on top.
 COLOURS = {
@@ -69,79 +71,67 @@ def timeline(run: RunEvents, start: float, end: float, label: str) -> Draw:
         left = 0.0 if narrow else 14 + BOLD * max(map(len, everything), default=0)
         scale = Scale(start, end, left, width - (0.0 if narrow else 84.0))
         above = 22.0 if narrow else 0.0  # room for the lane's name, over its switches
-        pitch = LANE + above
-        height = TOP + pitch * len(everything) + 30
-        children: list[str] = [*_phases(run, scale, height), _axis(scale, origin, height)]
+        height = TOP + (LANE + above) * len(everything) + 30
+        drawn = []
         for index, (process, stretches) in enumerate(everything.items()):
-            top = TOP + index * pitch + above
-            children.append(_lane(process, stretches, scale, top, narrow))
-            children.append(_switches(run, process, scale, top))
-        return svg(width, height, label, children)
+            top = TOP + index * (LANE + above) + above
+            drawn.append(
+                {
+                    "top": top,
+                    "height": BAR,
+                    "words": _names(process, stretches, scale, top, narrow),
+                    "bars": _bars(stretches, scale, top),
+                    "switches": _switches(run, process, scale, top),
+                }
+            )
+        frame = Frame(width, height, scale, scale, Axes("", ""))
+        return render("charts", "timeline", frame, label, *_phases(run, scale, height), _ticks(scale, origin), drawn)
 
     return draw
 
 
-def _phases(run: RunEvents, scale: Scale, height: float) -> list[str]:
+def _phases(run: RunEvents, scale: Scale, height: float) -> tuple[list[Rect], list[Text]]:
     """Bands behind the lanes, named above them on two alternating rows, where there is room for the name."""
-    children: list[str] = []
+    bands: list[Rect] = []
+    names: list[Text] = []
     free = [scale.start, scale.start]
     for index, (name, begin, finish) in enumerate(run.phase_spans()):
         left, right = max(scale(begin), scale.start), min(scale(finish), scale.end)
         if right <= left:
             continue
-        children.append(
-            tag("rect", class_=f"phase phase{index % 2}", x=left, y=28, width=right - left, height=height - 52)
-        )
         row, words = index % 2, f"{name} {duration(finish - begin)}"
+        bands.append((f"phase phase{row}", left, 28.0, right - left, height - 52))
         length = CHARACTER * len(words)
         at = min(left + 3, scale.end - length)
         if at >= free[row]:
-            children.append(tag("text", words, class_="tick", x=at, y=9 + 13 * row))
+            names.append((at, 9.0 + 13 * row, words, "tick"))
             free[row] = at + length + 8
-    return children
+    return bands, names
 
 
-def _axis(scale: Scale, origin: float, height: float) -> Markup:
+def _ticks(scale: Scale, origin: float) -> list[tuple[float, str]]:
     since = Scale(scale.low - origin, scale.high - origin, scale.start, scale.end)
-    children = []
-    for tick in clock_ticks(since.low, since.high, max(2, int((scale.end - scale.start) // 80))):
-        at = since(tick)
-        children.append(tag("line", class_="grid", x1=at, x2=at, y1=28, y2=height - 24))
-        children.append(tag("text", clock(tick), class_="tick middle", x=at, y=height - 9))
-    return tag("g", children)
+    count = max(2, int((scale.end - scale.start) // 80))
+    return [(since(tick), clock(tick)) for tick in clock_ticks(since.low, since.high, count)]
 
 
-def _lane(process: str, stretches: Sequence[Stretch], scale: Scale, top: float, narrow: bool) -> Markup:
+def _names(process: str, stretches: Sequence[Stretch], scale: Scale, top: float, narrow: bool) -> list[Text]:
+    """What is written at a lane: its process, and how much of the time it was busy."""
     share = percent(busy_share(stretches, scale.low, scale.high))
     if narrow:
-        words = [tag("text", f"{process} · {share} busy", x=0, y=top - 11, class_="label strong")]
-    else:
-        words = [
-            tag("text", process, x=scale.start - 10, y=top + 13, class_="label strong end"),
-            tag("text", f"{share} busy", x=scale.end + 8, y=top + 13, class_="tick"),
-        ]
-    track = tag("rect", class_="track", x=scale.start, y=top, width=scale.end - scale.start, height=BAR, rx=2)
-    return tag("g", words, track, _bars(stretches, scale, top))
+        return [(0, top - 11, f"{process} · {share} busy", "label strong")]
+    name = (scale.start - 10, top + 13, process, "label strong end")
+    return [name, (scale.end + 8, top + 13, f"{share} busy", "tick")]
 
 
-def _bars(stretches: Sequence[Stretch], scale: Scale, top: float) -> list[Markup]:
-    bars = []
-    order = list(COLOURS)
-    for what in sorted(
-        {stretch.what for stretch in stretches}, key=lambda what: order.index(what) if what in order else -1
-    ):
+def _bars(stretches: Sequence[Stretch], scale: Scale, top: float) -> list[Rect]:
+    order = {what: place for place, what in enumerate(COLOURS)}
+    bars: list[Rect] = []
+    for what in sorted({stretch.what for stretch in stretches}, key=lambda what: order.get(what, -1)):
+        style = f"fill-{COLOURS.get(what, 'sand')}"
         for begin, finish in _merge((stretch for stretch in stretches if stretch.what == what), scale):
-            bars.append(
-                tag(
-                    "rect",
-                    class_=f"fill-{COLOURS.get(what, 'sand')}",
-                    x=scale(begin),
-                    y=top,
-                    width=max(scale(finish) - scale(begin), 0.7),
-                    height=BAR,
-                    data_tip=f"{what}\n{duration(finish - begin)}",
-                )
-            )
+            wide = max(scale(finish) - scale(begin), 0.7)
+            bars.append((style, scale(begin), top, wide, BAR, f"{what}\n{duration(finish - begin)}"))
     return bars
 
 
@@ -160,22 +150,17 @@ def _merge(stretches: Iterable[Stretch], scale: Scale) -> list[tuple[float, floa
     return merged
 
 
-def _switches(run: RunEvents, process: str, scale: Scale, top: float) -> Markup:
-    marks: list[Markup] = []
+def _switches(run: RunEvents, process: str, scale: Scale, top: float) -> list[tuple[str, str]]:
+    """The path and the tip of a triangle at each switch to new weights."""
+    marks = []
     free = scale.start
     for event in run.applies:
-        if event["process"] != process or not scale.low <= event["at"] <= scale.high or scale(event["at"]) < free:
+        at = scale(event["at"])
+        if event["process"] != process or not scale.low <= event["at"] <= scale.high or at < free:
             continue
-        free = scale(event["at"]) + 5  # closer marks would run together
-        at, running = scale(event["at"]), int(finite(event.get("running"), 0))
-        tip = f"switched to v{event.get('version')}\n{running} answers in flight"
+        free = at + 5  # closer marks would run together
+        tip = f"switched to v{event.get('version')}\n{int(finite(event.get('running'), 0))} answers in flight"
         pause = finite(event.get("pause_seconds"))
-        marks.append(
-            tag(
-                "path",
-                class_="switch",
-                d=f"M{at:.1f} {top + BAR:.1f}V{top - 2:.1f}l-3.5 -5h7l-3.5 5",
-                data_tip=tip if pause != pause else f"{tip}\npaused {duration(pause)}",
-            )
-        )
-    return tag("g", marks)
+        path = f"M{at:.1f} {top + BAR:.1f}V{top - 2:.1f}l-3.5 -5h7l-3.5 5"
+        marks.append((path, tip if pause != pause else f"{tip}\npaused {duration(pause)}"))
+    return marks

@@ -11,14 +11,14 @@ from typing import Any
 
 from rollmill import telemetry
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.dashboard.conversation import Decode
+from rollmill.dashboard.living import living_figures
+from rollmill.dashboard.loans import LOANS, LoanRecord, read_loans
+from rollmill.dashboard.report import example_trajectories, write_report
 from rollmill.errors import StorageError
 from rollmill.feedback.collect import PRODUCTION
 from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.lock import holder
-from rollmill.runs.report import example_trajectories, write_report
-from rollmill.runs.report.conversation import Decode
-from rollmill.runs.report.living import living_figures
-from rollmill.runs.report.loans import LOANS, LoanRecord, read_loans
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.shared.outbox import is_sent, send_report
 from rollmill.runs.status import service_paths

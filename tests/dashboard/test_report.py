@@ -12,18 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import escape
 
+from rollmill import dashboard
+from rollmill.dashboard.charts import NARROW, WIDE, Axes, Series, column_chart, line_chart, smooth, stacked_chart
+from rollmill.dashboard.conversation import MAX_TURNS, conversation
+from rollmill.dashboard.figures import RunEvents, figures
+from rollmill.dashboard.render import render
+from rollmill.dashboard.report import example_trajectories, write_report
+from rollmill.dashboard.scales import clock, clock_ticks, duration, linear, logarithmic, number, power, size
+from rollmill.dashboard.timeline import Stretch, busy_share, lanes
 from rollmill.errors import StorageError
-from rollmill.runs.report import example_trajectories, write_report
-from rollmill.runs.report.charts import NARROW, WIDE, Axes, Series, column_chart, line_chart, smooth, stacked_chart
-from rollmill.runs.report.conversation import MAX_TURNS, conversation
-from rollmill.runs.report.figures import RunEvents, figures
-from rollmill.runs.report.markup import VOID, Markup, escape, tag
-from rollmill.runs.report.scales import clock, clock_ticks, duration, linear, logarithmic, number, power, size
-from rollmill.runs.report.timeline import Stretch, busy_share, lanes
 from rollmill.types import Reward, Trajectory, TrajectoryState
 from tests.evals.synthetic import FULL_BYTES, PHASES, Script, decode, demo_run, trajectories, trajectory
 
+VOID = frozenset({"br", "hr", "img", "input", "meta", "link"})
 HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)' &amp; ]]>"
 
 
@@ -57,7 +60,7 @@ class Page(HTMLParser):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "demo"
     demo_run().write(directory / "events")
-    write_report(directory, seed=2, trajectories=trajectories(), decode=decode, reproduce="scripts/demo --seed 2")
+    write_report(directory, seed=2, trajectories=trajectories(), decode=decode)
     return directory
 
 
@@ -207,7 +210,7 @@ def test_the_page_has_every_chart_in_two_widths(page: Page) -> None:
 def test_the_page_says_what_happened(page: Page) -> None:
     words = " ".join(" ".join(page.text).replace("\N{NO-BREAK SPACE}", " ").split())
     assert "rose from 41.8 % to 86.7 % , +44.9 points" in words
-    assert "engine-away was started again" in words and "scripts/demo --seed 2" in words
+    assert "engine-away was started again" in words
     assert "Before training" in words and "Solved" in words and "hidden_tests 1" in words
     assert "Every version (60)" in words and "To away" in words and "Longest pause" in words
 
@@ -228,7 +231,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     hostile.messages[2]["tool_calls"] = [call, {"function": {"name": "x", "arguments": HOSTILE}}, HOSTILE, None]
     hostile.rewards = [(1, Reward(1.0, {HOSTILE: 1.0}, {HOSTILE: {HOSTILE: HOSTILE}}, HOSTILE))]
     shown = {HOSTILE: hostile}
-    _, text = report(tmp_path, script, trajectories=shown, decode=lambda ids: HOSTILE, reproduce=HOSTILE)
+    _, text = report(tmp_path, script, trajectories=shown, decode=lambda ids: HOSTILE)
     page = Page(text)
     assert not page.open and len(page.named("script")) == 1 and not page.named("img")
     assert not any(key.startswith("on") for _, attributes in page.tags for key in attributes)
@@ -348,7 +351,7 @@ def test_an_ungraded_trajectory_says_why() -> None:
 # --- drawing
 
 
-def parse(drawing: Markup) -> ElementTree.Element:
+def parse(drawing: str) -> ElementTree.Element:
     return ElementTree.fromstring(drawing)
 
 
@@ -392,14 +395,16 @@ def test_lanes_and_busy_share() -> None:
     assert busy_share(stretches, 0.0, 10.0) == pytest.approx(0.4)
 
 
-def test_markup_escapes_unless_told() -> None:
-    assert (
-        tag("b", "<i>", class_='"x"', data_tip=1.50, hidden=None)
-        == '<b class="&quot;x&quot;" data-tip="1.5">&lt;i&gt;</b>'
-    )
-    assert tag("p", tag("b", "x"), ["y", "<"]) == "<p><b>x</b>y&lt;</p>"
-    assert escape("a\x00b\u202ec\ud800d") == "a\ufffdb\ufffdc\ufffdd"
-    assert escape("tab\tand\nline") == "tab\tand\nline"
+def test_text_is_escaped_and_only_text_that_can_be_shown_is_shown() -> None:
+    assert render("pieces", "bold", "<i>", '"x"') == '<b class="&#34;x&#34;">&lt;i&gt;</b>'
+    assert render("pieces", "bold", render("pieces", "code", "x")) == "<b><code>x</code></b>"
+    assert render("pieces", "code", "a\x00b\u202ec\ud800d\r\n") == "<code>a\ufffdb\ufffdc\ufffdd\n</code>"
+    assert render("pieces", "code", "tab\tand\nline") == "<code>tab\tand\nline</code>"
+
+
+def test_no_template_prints_text_as_markup() -> None:
+    for template in (Path(dashboard.__file__).parent / "templates").iterdir():
+        assert not re.search(r"\|\s*(safe|forceescape)|autoescape|Markup", template.read_text()), template.name
 
 
 def test_axes_have_round_numbers() -> None:
@@ -433,7 +438,7 @@ def test_losses_are_drawn_by_stage_and_held_out_ones_by_source(tmp_path: Path) -
             script.emit("trainer", "document_step", stage=stage, step=step, steps=3, loss=loss, tokens=10)
             script.emit("trainer", "heldout_loss", stage=stage, source="<odd>", step=step, loss=loss + 0.5)
     script.write(tmp_path / "events")
-    write_report(tmp_path, seed=0, trajectories={}, decode=decode, reproduce="x")
+    write_report(tmp_path, seed=0, trajectories={}, decode=decode)
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["midtraining"] == {"steps": 5, "tokens": 50, "loss_first": 3.0, "loss_last": 3.5}
     assert found["heldout_losses"] == [

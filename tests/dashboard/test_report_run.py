@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 from rollmill import telemetry
+from rollmill.dashboard.report_run import ACCEPTANCE, SECOND_ACT, read_living, report_run
 from rollmill.evals.evaluation import Conduct
 from rollmill.evals.gate import GateConfig, judge
 from rollmill.events import EVENTS
 from rollmill.feedback.collect import PRODUCTION
 from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.write_report import ACCEPTANCE, SECOND_ACT, read_living, report_run
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.pace import Pace
