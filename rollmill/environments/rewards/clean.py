@@ -60,13 +60,17 @@ async def clean_machine(
 
 
 async def _apply(machine: Machine, episode: Episode, pinned: frozenset[str]) -> None:
-    files = {path: data for path, data in declared(episode).items() if PurePosixPath(path).name not in pinned}
+    def unpinned(paths: Iterable[str]) -> list[str]:
+        return [path for path in paths if PurePosixPath(path).name not in pinned]
+
+    given = declared(episode)
+    files = {path: given[path] for path in unpinned(given)}
     if not isinstance(episode.task.submission, WholeDiff):
         for path, data in files.items():
             await machine.write(path, data)
         return
-    links = {path: episode.links[path] for path in _answers(episode.links)}
-    deleted = _answers(episode.deleted)
+    links = {path: episode.links[path] for path in unpinned(_answers(episode.links))}
+    deleted = unpinned(_answers(episode.deleted))
     # a file may stand where a directory was: it is empty now, since all its files are deleted
     parents = {str(parent) for path in deleted for parent in PurePosixPath(path).parents}
     replaced = [*(parents & files.keys()), *(episode.task.links.keys() & files.keys()), *links]

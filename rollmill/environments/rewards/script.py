@@ -162,7 +162,8 @@ class Script:
         """The machine in which the command runs: beside the submission, or with nothing but its outputs."""
         task, files = episode.task, contents(grading.files)
         if not grading.outputs:
-            async with clean_machine(episode, files, program=grading.command[0]) as machine:
+            program, pinned = grading.command[0], _runs_pytest(grading.command, files)
+            async with clean_machine(episode, files, program=program, pinned=pinned) as machine:
                 yield machine
             return
         found = await self._put_out(episode, grading)
@@ -226,6 +227,12 @@ class Script:
                     return Reward(value, {name[:100]: number for name, number in numbers.items()}, evidence, self.name)
                 return Reward(numbers, evidence=evidence, grader=self.name)
         return Reward(0.0, evidence={**evidence, "no_reward": "no reward file was written"}, grader=self.name)
+
+
+def _runs_pytest(command: list[str], files: dict[str, bytes]) -> bool:
+    """Whether the command, or a grading file that it may run, names pytest: handed-in configuration could then load a
+    plugin that turns failures into passes."""
+    return any("pytest" in word for word in command) or any(b"pytest" in data for data in files.values())
 
 
 def _numbers(data: bytes) -> float | dict[str, float]:

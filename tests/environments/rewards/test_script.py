@@ -198,3 +198,39 @@ async def test_an_output_is_named_once_and_needed_by_run(host: NamespaceHost) ->
         await grade(host, {**APART, "outputs": []}, PRINTS)
     with pytest.raises(TaskError, match=r"\['check.py'\] are in `files` and in `outputs`"):
         await grade(host, {**APART, "outputs": ["check.py"]}, PRINTS)
+
+
+EVIL = """
+import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    out = yield
+    out.get_result().outcome, out.get_result().longrepr = "passed", None
+"""
+
+
+@pytest.mark.parametrize("given", ["files", "links"])
+@pytest.mark.parametrize("command", [["python", "-m", "pytest", "-q"], ["sh", "check.sh"]], ids=["command", "file"])
+async def test_submitted_configuration_of_pytest_is_not_used(
+    host: NamespaceHost, image_with_pytest: str, command: list[str], given: str
+) -> None:
+    tests = {"tests/test_hidden.py": "from main import f\ndef test_f(): assert f(3) == 4\n"}
+    files = {**tests, "check.sh": "exec python -m pytest -q\n"} if command[0] == "sh" else tests
+    grading = {"kind": "script", "files": files, "command": command}
+    kept = {"main.py": b"def f(x): return x\n", "pyproject.toml": b"[tool.pytest.ini_options]\n"}
+    task = Task("t", "fix", image=image_with_pytest, files=kept, submission=WholeDiff(), grading=grading)
+    evil = {
+        "setup.cfg": b"[tool:pytest]\naddopts = -p evil\n",
+        "tox.ini": b"[pytest]\naddopts = -p evil\n",
+        "pyproject.toml": b"[tool.pytest.ini_options]\naddopts = '-p evil'\n",
+    }
+    links: dict[str, str] = {}
+    if given == "links":
+        links, evil = {path: f"my-{path}" for path in evil}, {f"my-{path}": text for path, text in evil.items()}
+    wrong = {**evil, "evil.py": EVIL.encode()}
+    script = Script(ScriptConfig(timeout_s=30.0))
+    reward = await script.grade(Episode(task, wrong, host, links=links, deleted=["pyproject.toml"] if links else []))
+    assert reward.value == 0.0 and "1 failed" in str(reward.evidence["output"]), reward.evidence
+    reward = await script.grade(Episode(task, {**wrong, "main.py": RIGHT.encode()}, host, links=links))
+    assert reward.value == 1.0, reward.evidence
+    assert "can decide it" in await script.weaknesses(Episode(task, {}, host))
