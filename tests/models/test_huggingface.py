@@ -202,6 +202,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     "config with an infinite number": (lambda d: _append_number(d, "1e999"), "not valid JSON: .*not finite"),
     "config with a number that is none": (lambda d: _append_number(d, "NaN"), "not valid JSON"),
+    "config without end": (lambda d: (d / "config.json").write_text(" " * (17 << 20)), "too many for such a file"),
     "missing shard": (lambda d: _shard(d).unlink(), r"lacks 1 of \d+ shards: model-00001"),
     "truncated shard": (lambda d: _truncate(_shard(d)), "truncated"),
     "empty shard": (lambda d: _shard(d).write_bytes(b""), "not a whole safetensors file"),

@@ -19,11 +19,12 @@ from pydantic import TypeAdapter
 
 from rollmill.errors import WeightsError
 from rollmill.strict import FreeJson, parse_json
-from rollmill.weights.files.checkpoint_directory import read_weights
+from rollmill.weights.files.checkpoint_directory import read_bytes, read_weights
 from rollmill.weights.files.companions import LARGEST_BYTES
 from rollmill.weights.files.safetensors import Stored
 
 CONFIG = "config.json"
+_LARGEST_JSON = 16 << 20  # bytes; the list of what is not quantised may take a megabyte
 _JSON_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, FreeJson])
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 
@@ -46,13 +47,11 @@ def open_files(directory: Path) -> Files:
 def read_json(path: Path) -> dict[str, Any]:
     """Raises WeightsError for anything but a JSON object of finite numbers."""
     try:
-        return parse_json(path.read_bytes(), _JSON_OBJECT)
+        return parse_json(read_bytes(path, _LARGEST_JSON), _JSON_OBJECT)
     except FileNotFoundError:
         raise WeightsError(
             f"{path.parent} has no {path.name}", hint="a checkpoint directory as transformers saves it has one"
         ) from None
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise WeightsError(f"{path} is not valid JSON: {error}", hint="copy or download it again") from None
 

@@ -31,7 +31,7 @@ from rollmill.weights.files.safetensors import Advance, Entry, Stored, read_file
 
 SHARD_BYTES = 5_000_000_000  # like transformers
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-_LARGEST_INDEX = 256 << 20
+_LARGEST_INDEX = 64 << 20  # that of a mixture of 10^12 parameters has some 16 MiB
 _ABANDONED_SECONDS = 3600.0
 _AGAIN = "copy or download it again"
 

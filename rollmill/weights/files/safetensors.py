@@ -25,6 +25,9 @@ from rollmill.weights.format.tensors import LARGEST_TENSOR, HostTensor, Tensors
 
 Advance = Callable[[int], object]  # called with the number of bytes of each piece of work, for progress bars
 LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
+# A header takes memory and time before a byte of data is looked at: it may be as long as the data, or this long
+_SHORT_HEADER = 1 << 20
+MOST_TENSORS = 1 << 18  # of one file; a mixture of 10^12 parameters has some 10^5 in all
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16",
     "fp16": "F16",
@@ -64,9 +67,12 @@ def read_file(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise _damaged(path, "it is truncated: its header goes past its end")
-            if length > LARGEST_HEADER:
-                raise _damaged(path, f"its header claims {length} bytes")
-            header = _parse_header(path, file.read(length))
+            if length > min(LARGEST_HEADER, max(_SHORT_HEADER, size - 8 - length)):
+                raise _damaged(path, f"its header claims {length} bytes, its data {size - 8 - length}")
+            text = file.read(length)
+            if text.count(b"{") > MOST_TENSORS:
+                raise _damaged(path, f"its header has more than {MOST_TENSORS} tensors")
+            header = _parse_header(path, text)
         data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))[8 + length :]
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from None

@@ -18,7 +18,7 @@ from rollmill.weights.files.checkpoint_directory import weight_files
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.files.exchange import export_directory, exported_as, import_directory, publish_import
 from rollmill.weights.files.huggingface_tensors import _round_bf16
-from rollmill.weights.files.safetensors import read_file
+from rollmill.weights.files.safetensors import MOST_TENSORS, read_file
 from rollmill.weights.format.manifest import describe, root_digest
 from tests.weights.build import make_tensors, same
 from tests.weights.worker import in_child, killed_at
@@ -168,6 +168,16 @@ def test_a_file_that_lies_is_refused(tmp_path: Path, data: bytes, message: str) 
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(WeightsError, match=message), import_directory(tmp_path, "bf16"):
         pass
+
+
+def test_a_header_is_bounded_by_its_data_and_in_its_tensors(tmp_path: Path) -> None:
+    """Each tensor of a header takes time and a kilobyte of memory, also one without data."""
+    empty = header(**{f"t{n}": entry(0, 0, shape=[0]) for n in range(20_000)})
+    many = header(**{f"t{n}": {} for n in range(MOST_TENSORS + 1)}) + bytes(8 << 20)
+    for data, message in ((empty, "its header claims 1[0-9]{6} bytes, its data 0"), (many, "more than 262144 tensors")):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(WeightsError, match=message):
+            read_file(tmp_path / "model.safetensors")
 
 
 def test_damage_is_found_or_harmless(tmp_path: Path) -> None:
