@@ -42,6 +42,8 @@ from rollmill.gateway.workers import Workers, is_from_worker
 from rollmill.inference.engine import GenerateRequest
 from rollmill.types import TrafficClass
 
+_LOOK_S = 0.25  # how often an answer with a grammar is looked at until its first token
+
 
 @dataclass
 class Ask:
@@ -121,7 +123,12 @@ class Completions:
         await asyncio.gather(*self.running, return_exceptions=True)
 
     async def _answer(self, session: Session, ask: Ask) -> web.StreamResponse:
-        await session.wait_for_abandoned(ask.request.messages, ask.request.tools)
+        try:
+            ask.request = self._constrained(ask.request)
+        except GatewayError:
+            self._remove_if_empty(session)
+            raise
+        await session.wait_for_abandoned(ask.request.messages, ask.request.tools, ask.request.sampling.grammar)
         if self._registry.is_open(session) and not session.ending:
             with contextlib.suppress(_Ended):
                 return await self._answer_in(session, ask)
@@ -137,7 +144,8 @@ class Completions:
             wait_s = self._config.reader_wait_s
             stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer, identity, wait_s)
             stream.response.headers[HEADER] = self._name(session)
-        segment = session.undelivered(request.messages, request.tools) if request.count == 1 else None
+        grammar = request.sampling.grammar
+        segment = session.undelivered(request.messages, request.tools, grammar) if request.count == 1 else None
         if segment is not None and (segment.turns[-1].answer.top_logprobs or not request.top_logprobs):
             return await self._repeat(session, segment, ask, stream)
         try:
@@ -149,10 +157,13 @@ class Completions:
                 raise
             return await stream.fail(error)
         finally:
-            # a production conversation without any answer
-            if not session.segments and not session.logged and not session.flights:
-                self._registry.remove(session)
+            self._remove_if_empty(session)
         return await self._reply(session, recorded, ask, stream)
+
+    def _remove_if_empty(self, session: Session) -> None:
+        """Forgets a production conversation without any answer."""
+        if not session.segments and not session.logged and not session.flights:
+            self._registry.remove(session)
 
     async def _repeat(
         self, session: Session, segment: OpenSegment, ask: Ask, stream: EventStream | None
@@ -185,14 +196,15 @@ class Completions:
         return [each for each in done if isinstance(each, Recorded)]
 
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None, index: int) -> Recorded:
-        request, facts = _numbered(self._constrained(ask.request), index), session.facts
+        request, facts = _numbered(ask.request, index), session.facts
         outcome = declares_outcome(ask.http.headers)
         bare = GenerateRequest(facts.trajectory, [], request.sampling, facts.traffic, facts.min_version, facts.line)
         self._router.refuse_at_overload(request.model, bare)
         plan = await self._plan(session, request, ask)
         if stream is not None:
             stream.prompt_tokens = len(plan.tokens)
-        with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
+        asked = (request.messages, request.tools, request.sampling.grammar)
+        with session.flight(plan, *asked, ask.is_abandoned) as flight:
             answer, failure = await self._sample(session, plan, flight, request, stream, index)
             for span in answer.spans:
                 span.outcome = outcome
@@ -248,6 +260,8 @@ class Completions:
         first_call = FirstCall(self._format, self._tokenizer, callable) if one_call else None
         builder = AnswerBuilder(ask, self._tokenizer, request.stop, first_call)
         piecemeal = request.stream or bool(request.stop) or one_call or sampling.max_tokens > self._config.stream_above
+        piecemeal = piecemeal or sampling.grammar is not None  # so that its first token is seen
+        watch = asyncio.create_task(_cut_unheard(flight, builder)) if sampling.grammar is not None else None
         wait = session.waits.begin()
         target = self._router.target(request.model, facts.trajectory, facts.traffic)
         chunks = self._router.generate(
@@ -280,6 +294,8 @@ class Completions:
             builder.abort()
             self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
         finally:
+            if watch is not None:
+                watch.cancel()
             wait.end()
             await chunks.aclose()
         if not builder.tokens and builder.finish == "length":
@@ -400,6 +416,16 @@ def _numbered(request: ModelRequest, index: int) -> ModelRequest:
     if seed is None or index == 0:
         return request
     return replace(request, sampling=replace(request.sampling, seed=(seed + index) % (1 << 63)))
+
+
+async def _cut_unheard(flight: Flight, builder: AnswerBuilder) -> None:
+    """Cuts an answer whose client has disconnected before its first token: its grammar is still being checked, and the
+    check ends with the request."""
+    while not builder.tokens:
+        if flight.is_abandoned():
+            flight.cut()
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def _ended() -> GatewayError:

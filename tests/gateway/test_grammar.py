@@ -27,7 +27,8 @@ from rollmill.gateway.wire.answer_grammars import grammar_of
 from rollmill.gateway.wire.dialect import ModelRequest
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.embedded.grammar import Grammars, apply_masks
-from rollmill.inference.embedded.grammar_check import GrammarCheck
+from rollmill.inference.embedded.grammar_check import MOST_CHECKS, GrammarCheck
+from rollmill.inference.engine import EngineUnavailable
 from rollmill.inference.server import make_app, serving
 from rollmill.trajectories.allowed_tokens import decode_kept, split_kept
 from rollmill.types import Sampling
@@ -284,14 +285,74 @@ async def test_a_check_that_cannot_start_is_no_verdict(monkeypatch: pytest.Monke
     await check('start: "a"')
 
 
-async def test_a_check_ends_with_its_request() -> None:
-    check = GrammarCheck()
-    waiting = asyncio.create_task(check(f"start: body\nbody: %json {json.dumps(BOMB)}\n"))
-    async with asyncio.timeout(20):
-        while not (children := await asyncio.to_thread(children_of_this_process)):
+def bomb(number: int) -> str:
+    return f"start: body\nbody: %json {json.dumps({**BOMB, 'title': str(number)})}\n"
+
+
+async def wait_for(children: int) -> list[int]:
+    async with asyncio.timeout(60):
+        while len(found := await asyncio.to_thread(children_of_this_process)) != children:
             pass
-    waiting.cancel()
+    return found
+
+
+async def test_a_check_ends_when_no_request_waits_for_it() -> None:
+    check = GrammarCheck()
+    first, second = (asyncio.create_task(check(bomb(0))) for _ in range(2))
+    children = await wait_for(1)
+    assert os.getpriority(os.PRIO_PROCESS, children[0]) >= 10
+    first.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert not set(children) & set(children_of_this_process())
+        await first
+    assert children_of_this_process() == children, "the second request waits for the same check"
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert not children_of_this_process()
     await check('start: "a"')
+
+
+async def test_a_cheap_grammar_does_not_wait_for_costly_ones_and_their_number_is_bounded() -> None:
+    check = GrammarCheck()
+    costly = [asyncio.create_task(check(bomb(number))) for number in range(MOST_CHECKS - 1)]
+    await wait_for(1)
+    cheap = asyncio.create_task(check('start: "a"'))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineUnavailable, match="8 grammars are being checked"):
+        await check(bomb(MOST_CHECKS))
+    await cheap
+    assert not any(task.done() for task in costly), "it was decided before those that came first"
+    assert [str(error)[:30] for error in await asyncio.gather(*costly, return_exceptions=True)] == [
+        "engine: the grammar is refused"
+    ] * len(costly)
+    assert not children_of_this_process()
+
+
+async def test_a_client_that_leaves_ends_its_check_and_a_plain_request_does_not_wait_for_it(
+    mill: Mill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.inference.embedded.grammar_check.SECONDS", 30)
+    config = TINY.model_copy(update={"vocab_size": mill.tokenizer.vocab_size})
+    mill.tokenizer.save(tmp_path / "tokenizer.json")
+    mill.plan("a")
+    engine = EmbeddedEngine(config, ENGINE, device=DEVICE, tokenizer=tmp_path / "tokenizer.json")
+    async with engine, serving(make_app(engine), "127.0.0.1", 0) as runner:
+        await engine.apply(make_update(1, config))
+        host, port = runner.addresses[0][:2]
+        async with mill.running(EngineEndpoint(f"http://{host}:{port}", "home")) as door:
+            key = await door.open("a")
+            costly = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": BOMB}}
+            leaving = [
+                asyncio.create_task(
+                    door.ask(key, [USER], tools=[], response_format=costly, max_tokens=4, stream=stream)
+                )
+                for stream in (False, True)
+            ]
+            await wait_for(1)
+            for task in leaving:
+                task.cancel()
+            await asyncio.wait(leaving)
+            status, _ = await door.ask(key, [USER], tools=[], max_tokens=4)  # the same messages, without a grammar
+            assert status == 200
+            await wait_for(0)
+            assert engine._grammars is not None and not engine._grammars.check._affordable, "no verdict was waited for"

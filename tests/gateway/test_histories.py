@@ -146,7 +146,7 @@ class Histories(RuleBasedStateMachine):
         if kept and kind in ("extend", "same"):
             assert plan.context[: len(kept)] == kept  # nothing is tokenised again
         stack = contextlib.ExitStack()
-        flight = stack.enter_context(self.session.flight(plan, messages, TOOLS, lambda: False))
+        flight = stack.enter_context(self.session.flight(plan, messages, TOOLS, None, lambda: False))
         assert len({each.cache for each in self.session.flights}) == len(self.session.flights)
         self.in_flight.append(Request(messages, plan, stack, flight))
 

@@ -20,9 +20,15 @@ class AnswerCut(Exception):
 
 class Flight:
     def __init__(
-        self, cache: str, messages: Sequence[Message], tools: Sequence[Tool], is_abandoned: Callable[[], bool]
+        self,
+        cache: str,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        grammar: str | None,
+        is_abandoned: Callable[[], bool],
     ) -> None:
         self.cache = cache  # the name of its KV cache at the engines
+        self._grammar = grammar
         self.is_abandoned = is_abandoned  # whether its client has disconnected
         self._messages = messages
         self._tools = tools
@@ -30,9 +36,9 @@ class Flight:
         self._sampling: asyncio.Task[object] | None = None
         self._ended = asyncio.Event()
 
-    def asks(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """Whether a request with these messages asks for this answer."""
-        if len(messages) != len(self._messages) or tools != self._tools:
+    def asks(self, messages: Sequence[Message], tools: Sequence[Tool], grammar: str | None) -> bool:
+        """Whether a request with these messages and this grammar asks for this answer."""
+        if len(messages) != len(self._messages) or tools != self._tools or grammar != self._grammar:
             return False
         return all(map(same_message, self._messages, messages))
 

@@ -171,10 +171,15 @@ class Session:
 
     @contextlib.contextmanager
     def flight(
-        self, plan: Plan, messages: Sequence[Message], tools: Sequence[Tool], is_abandoned: Callable[[], bool]
+        self,
+        plan: Plan,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        grammar: str | None,
+        is_abandoned: Callable[[], bool],
     ) -> Iterator[Flight]:
         """While the answer to a planned request is in flight. `is_abandoned`: whether its client has disconnected."""
-        flight = Flight(plan.cache, messages, tools, is_abandoned)
+        flight = Flight(plan.cache, messages, tools, grammar, is_abandoned)
         self.flights.append(flight)
         try:
             yield flight
@@ -182,20 +187,23 @@ class Session:
             self.flights.remove(flight)
             flight.end()
 
-    async def wait_for_abandoned(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Wait for an answer in flight to these messages whose client has disconnected: this request repeats it."""
+    async def wait_for_abandoned(self, messages: Sequence[Message], tools: Sequence[Tool], grammar: str | None) -> None:
+        """Wait for an answer in flight to this request whose client has disconnected: this request repeats it."""
         for flight in list(self.flights):
-            if flight.is_abandoned() and flight.asks(messages, tools):
+            if flight.is_abandoned() and flight.asks(messages, tools, grammar):
                 await flight.wait()
 
-    def undelivered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> OpenSegment | None:
-        """The newest segment whose last answer these messages ask for, if that answer may not have arrived. An answer
+    def undelivered(
+        self, messages: Sequence[Message], tools: Sequence[Tool], grammar: str | None
+    ) -> OpenSegment | None:
+        """The newest segment whose last answer this request asks for, if that answer may not have arrived. An answer
         that was cut is not given again."""
         for segment in reversed(self.segments.values()):
-            asked = len(segment.messages) - 1
+            asked, answer = len(segment.messages) - 1, segment.turns[-1].answer
             if (
                 segment.has_arrived
-                or segment.turns[-1].answer.finish == "abort"
+                or answer.finish == "abort"
+                or any(span.sampling.grammar != grammar for span in answer.spans)
                 or asked != len(messages)
                 or segment.tools != tools
             ):
