@@ -13,8 +13,7 @@ from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
 from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
-from rollmill.rollouts.ids import as_id
-from rollmill.rollouts.rollout import Outcome, rollout_seed, run_rollout
+from rollmill.rollouts.rollout import Outcome, Rollout, as_id, rollout_seed
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Sampling
 
@@ -220,7 +219,7 @@ async def _attempt(
     await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
     sampling = sampling_of(task, cell, number, examination)
     facts = {"run": run, "group_id": group, "provenance": provenance}
-    return await run_rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts)
+    return await Rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts).run()
 
 
 def sampling_of(task: Task, cell: Cell, number: int, examination: Examination) -> Sampling:

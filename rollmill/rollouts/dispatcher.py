@@ -23,7 +23,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.sampler import Sampler
@@ -35,16 +34,14 @@ from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import Stalls
 from rollmill.rollouts.hand_in import hand_in_key
-from rollmill.rollouts.ids import as_id
-from rollmill.rollouts.queues import Queue
 from rollmill.rollouts.rollout import (
     Outcome,
+    Rollout,
     abandon,
+    as_id,
     give_up,
     reason_of,
-    regrade,
     rollout_seed,
-    run_rollout,
     seal_again,
 )
 from rollmill.rollouts.rollout_context import RolloutContext
@@ -55,6 +52,31 @@ from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
 
 POLL_S = 0.05
+
+
+class Queue:
+    """At most `most` are inside at once; the others wait, first come, first served. Use it by `async with`.
+
+    Episodes that run and episodes that are graded each have a queue. An episode gives its slot back when it has handed
+    in, so a slow grader keeps no engine idle, and episodes that start never stand before one that only has to be
+    graded. Machines are started in a third queue, that of the pool.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._slots = asyncio.Semaphore(most)
+        self.inside = 0
+
+    @property
+    def full(self) -> bool:
+        return self._slots.locked()
+
+    async def __aenter__(self) -> None:
+        await self._slots.acquire()
+        self.inside += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self.inside -= 1
+        self._slots.release()
 
 
 class Dispatcher:
@@ -175,19 +197,20 @@ class Dispatcher:
         return self._claims is not None and not await asyncio.to_thread(self._claims.plays, group_id)
 
     async def _run_one(self, group_id: str, task: Task, trajectory: str, min_version: int) -> None:
-        index, member, attempt = _parts(group_id, trajectory)
+        outcome = await self._rollout(group_id, task, trajectory, min_version).run()
+        self._count_failure(outcome)
+        if outcome.lost and _parts(group_id, trajectory)[2] + 1 < self._config.attempts:
+            await self._replace(group_id, task, trajectory, str(outcome.reason))
+
+    def _rollout(self, group_id: str, task: Task, trajectory: str, min_version: int) -> Rollout:
+        index, member, _ = _parts(group_id, trajectory)
         sampling = Sampling(
             temperature=self._config.temperature,
             max_tokens=self._config.max_answer_tokens,
             seed=rollout_seed(self._seed, index, member),
         )
-        facts = self._facts(group_id, task)
-        outcome = await run_rollout(
-            self._context, task, trajectory, sampling=sampling, min_version=min_version, facts=facts
-        )
-        self._count_failure(outcome)
-        if outcome.lost and attempt + 1 < self._config.attempts:
-            await self._replace(group_id, task, trajectory, str(outcome.reason))
+        facts = {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}
+        return Rollout(self._context, task, trajectory, sampling=sampling, min_version=min_version, facts=facts)
 
     async def _replace(self, group_id: str, task: Task, trajectory: str, reason: str) -> bool:
         """Run a fresh attempt in place of a lost one. Returns False if the trajectory is sealed: it is not lost."""
@@ -263,8 +286,7 @@ class Dispatcher:
             if handed_in is None and not await self._replace(group.id, task, row.id, why):
                 handed_in = hand_in_key(row.id)  # sealed meanwhile, by a gateway that could not say so
         if handed_in is not None:
-            facts = self._facts(group.id, task)
-            self._count_failure(await regrade(self._context, task, row.id, handed_in, facts=facts))
+            self._count_failure(await self._rollout(group.id, task, row.id, group.min_version).regrade(handed_in))
 
     async def _can_go_on(self, trajectory: str) -> bool:
         """Whether an interrupted trajectory has a checkpoint and has handed in nothing. What it handed in may be sealed
@@ -272,9 +294,6 @@ class Dispatcher:
         if await asyncio.to_thread(self._context.objects.head, hand_in_key(trajectory)) is not None:
             return False
         return await checkpoint.find(self._context, trajectory) is not None
-
-    def _facts(self, group_id: str, task: Task) -> dict[str, Any]:
-        return {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}
 
     def _in_progress(self) -> int:
         return self._playing.inside + self._grading.inside

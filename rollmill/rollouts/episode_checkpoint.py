@@ -95,9 +95,14 @@ class EpisodeProgress:
         return True
 
 
+def are_kept(context: RolloutContext) -> bool:
+    """Whether the episodes of this run have checkpoints: its settings and its harness say so."""
+    return context.checkpoint_s is not None and getattr(context.harness, "resumable", False)
+
+
 async def find(context: RolloutContext, trajectory: str) -> Checkpoint | None:
     """The last checkpoint of an episode; None if there is none that can be used."""
-    if context.checkpoint_s is None or not getattr(context.harness, "resumable", False):
+    if not are_kept(context):
         return None
     try:
         return await asyncio.to_thread(_load, context.objects, trajectory)

@@ -41,7 +41,7 @@ class Regraded:
 
 
 @dataclass(frozen=True)
-class Replay:
+class Regrading:
     """What grading again needs."""
 
     engine: sa.Engine

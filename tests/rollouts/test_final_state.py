@@ -13,11 +13,10 @@ from rollmill.environments.rewards.weighted import WeightedRewards
 from rollmill.errors import RewardError
 from rollmill.machines.machine import Capabilities, Machine, MachineHost, Snapshot
 from rollmill.rollouts.hand_in import load_hand_in
-from rollmill.rollouts.rollout import regrade
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Reward
 from tests.machines.stand_ins import StandInHost
-from tests.rollouts.world import RUN, World, make_task
+from tests.rollouts.world import RUN, World, make_task, regrade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NOTES: tuple[tuple[str, dict[str, Any]], ...] = (

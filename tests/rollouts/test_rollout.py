@@ -24,7 +24,7 @@ from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.rollouts import rollout
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.hand_in import hand_in_key, load_hand_in, with_counts
-from rollmill.rollouts.rollout import regrade, seal_again
+from rollmill.rollouts.rollout import seal_again
 from rollmill.types import Reward, TrajectoryState
 from tests.rollouts.world import (
     ADMIN,
@@ -35,6 +35,7 @@ from tests.rollouts.world import (
     World,
     make_task,
     real_engine,
+    regrade,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -30,7 +30,7 @@ from rollmill.inference.server import serving
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.machine import Machine, MachineHost
 from rollmill.rollouts.gateway_client import GatewayClient
-from rollmill.rollouts.rollout import Outcome, run_rollout
+from rollmill.rollouts.rollout import Outcome, Rollout
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -132,6 +132,10 @@ class FailingHost(StandInHost):
         return await super().create(*arguments, **options)
 
 
+async def regrade(context: RolloutContext, task: Task, id: str, key: str, facts: dict[str, Any]) -> Outcome:
+    return await Rollout(context, task, id, sampling=SAMPLING, min_version=0, facts=facts).regrade(key)
+
+
 @dataclass
 class World:
     directory: Path
@@ -156,7 +160,7 @@ class World:
         context = context or self.context
         context.trajectories.create(RUN, "g", task.id, [id], {"split": task.split})
         facts = {"run": RUN, "group_id": "g", "provenance": {"split": task.split}}
-        return await run_rollout(context, task, id, sampling=SAMPLING, min_version=0, facts=facts)
+        return await Rollout(context, task, id, sampling=SAMPLING, min_version=0, facts=facts).run()
 
     def row(self, id: str = "t0") -> TrajectoryRow:
         return self.context.trajectories.get(id)

@@ -138,7 +138,7 @@ async def _replay(
 
     from rollmill.environments.environment import build_grader, build_tasks
     from rollmill.kinds import build
-    from rollmill.rollouts.regrade import Replay
+    from rollmill.rollouts.regrade import Regrading
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
     from rollmill.trajectories.gradings import begin_grading
@@ -154,9 +154,9 @@ async def _replay(
     with Progress(transient=True) as progress:
         bar = progress.add_task("grade", total=len(groups))
         parts = (engine, store, objects, tasks, machines, grader, run.config.rollouts)
-        replay = Replay(*parts, grading=number, changed_tasks=changed_tasks)
+        regrading = Regrading(*parts, grading=number, changed_tasks=changed_tasks)
         try:
-            return number, await replay.grade(groups, lambda: progress.advance(bar))
+            return number, await regrading.grade(groups, lambda: progress.advance(bar))
         finally:
             await machines.close()
 
