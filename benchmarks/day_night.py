@@ -28,17 +28,18 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from pydantic import Field
 
-from benchmarks.fleet import create
-from benchmarks.fleet_engine import SlowedConfig, SlowedEngine
 from benchmarks.output import at_least, at_most, finish
+from rollmill.config import Config, load_config
+from rollmill.demo import CONFIG as DEMO
 from rollmill.gateway.config import LendingConfig
 from rollmill.inference.embedded.kind import Embedded
 from rollmill.inference.engine import EngineContext, GenerateChunk, GenerateRequest
 from rollmill.launch.launchers.local import LocalLauncher
 from rollmill.launch.services import Target, health, serving
 from rollmill.rollouts.gateway_client import GatewayClient
-from rollmill.runs.run import RunDirectory
+from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.shared.addresses import find_gateway
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
@@ -47,6 +48,7 @@ from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 
+KIND = "benchmarks.day_night:Slowed"
 PLACES, TOKEN_S = 4, 0.05  # few requests per second: the cores of the host should not matter
 ENGINES = 3  # of production; training has one of its own
 ANSWER, ROLLOUT = 16, 48  # tokens
@@ -55,28 +57,45 @@ LENDING = LendingConfig(line="rl", quiet_s=2.0, return_s=2.0)
 VERSION_S = 4.0  # between two versions of training's line
 
 
-class Counted:
-    """A kind of engine: the embedded one, with simulated decode time."""
+class SlowedConfig(Config):
+    token_s: float = Field(TOKEN_S, description="Seconds that each token of a request waits.")
+    places: int = Field(PLACES, description="Requests at a time.")
+
+
+class Slowed:
+    """A kind of engine: the embedded one, with SIMULATED decode time. Each token of a request waits, as on a GPU that
+    is the bottleneck. So engines on a few CPU cores speed each other up as engines with a GPU each do."""
 
     def __init__(self, config: SlowedConfig) -> None:
         self._config = config
 
-    def open(self, context: EngineContext) -> CountedEngine:
-        return CountedEngine(Embedded().open(context), self._config)
+    def open(self, context: EngineContext) -> SlowedEngine:
+        return SlowedEngine(Embedded().open(context), self._config)
 
 
-class CountedEngine(SlowedEngine):
+class SlowedEngine:
     """Its health counts requests for as long as they take with the simulated time."""
 
     def __init__(self, engine: Any, config: SlowedConfig) -> None:
-        super().__init__(engine, config)
+        self._engine, self._token_s, self._places = engine, config.token_s, asyncio.Semaphore(config.places)
         self._asked, self._most = 0, config.places
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def __aenter__(self) -> SlowedEngine:
+        await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._engine.__aexit__(*error)
 
     async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncIterator[GenerateChunk]:
         self._asked += 1
         try:
-            async with contextlib.aclosing(super().generate(request, stream=stream)) as chunks:
+            async with self._places, contextlib.aclosing(self._engine.generate(request, stream=stream)) as chunks:
                 async for chunk in chunks:
+                    await asyncio.sleep(self._token_s * len(chunk.tokens))
                     yield chunk
         finally:
             self._asked -= 1
@@ -155,12 +174,12 @@ def make_run(root: Path) -> tuple[RunDirectory, Version]:
     """A run with the weights of production, and a line `rl` that begins with them."""
     settings = (
         f"modules='{Path(__file__).parents[1]}'",
-        f"engines=[{{kind='benchmarks.day_night:Counted',count={ENGINES},token_s={TOKEN_S},places={PLACES}}}]",
+        f"engines=[{{kind='{KIND}',count={ENGINES},token_s={TOKEN_S},places={PLACES}}}]",
         f"engine.max_batch={PLACES}",
         "gateway.workers=1",
         "stages.midtrain.steps=1",
     )
-    run = create(root, "day-night", *settings)
+    run = RunDirectory.create(root, load_config(RunConfig, DEMO, ["name=day-night", *settings]))
     subprocess.run([sys.executable, "-m", "rollmill.launch.role", "trainer", str(run.path), "midtrain"], check=True)
     store = WeightStore(Objects.open(run.home_store))
     head = store.head("midtrain", run.config.form)

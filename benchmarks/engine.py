@@ -1,12 +1,12 @@
-"""The embedded engine beside `transformers`: tokens per second, first tokens of a group, cost of the host.
+"""The embedded engine beside `transformers`: tokens per second, first tokens of a group.
 
     python -m benchmarks.engine [--quick] [--ours] [--only CELL …]
 
 Same weights, prompts and lengths for all, prefill included, sampled at temperature 1 in one run: our engine, `generate`
-of transformers, and its continuous batching where it runs. Some cells are also measured with exact numerics, or with
-the KV cache in FP8. On CUDA also the memory-bandwidth floor: the bytes of all weights and of the mean KV cache, read
-once per decode step at 4.8 TB/s. There only some cells have peers, which take half a minute each. On a CPU the models
-are smaller, without floor.
+of transformers, and its continuous batching where it runs. Some cells are also measured with the KV cache in FP8;
+`benchmarks.exact` has exact numerics. On CUDA also the memory-bandwidth floor: the bytes of all weights and of the mean
+KV cache, read once per decode step at 4.8 TB/s. There only some cells have peers, which take half a minute each. On a
+CPU the models are smaller, without floor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.engine_host import host_microseconds
-from benchmarks.output import at_least, at_most, finish
-from benchmarks.train_step_peers import has, transformers_model
-from benchmarks.train_step_shapes import LLAMA_1B, MIXTURE, SMOLLM2, all_parameters, draw_
+from benchmarks.output import at_least, finish
+from benchmarks.train_step_models import LLAMA_1B, MIXTURE, SMOLLM2, all_parameters, draw_, has, transformers_model
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
@@ -62,7 +60,6 @@ class Cell(NamedTuple):
     prompt: int
     new: int
     peers: tuple[str, ...] = ("transformers", "transformers_continuous")
-    exact: bool = False  # also with exact numerics
     fp8_kv: bool = False  # also with keys and values in FP8
 
     @property
@@ -79,14 +76,14 @@ class Cell(NamedTuple):
 def cells(device: Device, quick: bool) -> list[Cell]:
     if device == "cuda":
         dense = [Cell("dense", SMOLLM2, batch, 128, 256, (), fp8_kv=batch == 1024) for batch in (1, 32, 1024)]
-        mixture = [Cell("mixture", MIXTURE, batch, 128, 256, (), exact=batch == 256) for batch in (256, 1024)]
+        mixture = [Cell("mixture", MIXTURE, batch, 128, 256, ()) for batch in (256, 1024)]
         llama = Cell("llama-1b", LLAMA_1B, 256, 128, 256, ("transformers",))
-        latent = Cell("latent", LATENT, 256, 1024, 256, (), exact=True, fp8_kv=True)
-        own = Cell("dense", SMOLLM2, 256, 128, 256, exact=True)
+        latent = Cell("latent", LATENT, 256, 1024, 256, (), fp8_kv=True)
+        own = Cell("dense", SMOLLM2, 256, 128, 256)
         return [*dense, own, *mixture, llama, latent][: 4 if quick else None]
     shape, new = (SMALL, 16) if quick else (SMOLLM2, 32)
     name = "small" if quick else "dense"
-    found = [Cell(name, shape, batch, 32, new, exact=batch == 32) for batch in (1, 32, 128)]
+    found = [Cell(name, shape, batch, 32, new) for batch in (1, 32, 128)]
     return found if quick else [*found, Cell("latent", LATENT, 4, 512, 32, ())]
 
 
@@ -95,8 +92,6 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     figures: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
-    for batch in (256, 1024):
-        figures[f"host_us_per_sequence_{batch}"] = host_microseconds(batch, 10)
     for cell in cells(device, quick):
         if only is None or f"{cell.name}_{cell.batch}" in only:
             _measure_cell(cell if peers else cell._replace(peers=()), device, figures, bars)
@@ -116,10 +111,6 @@ def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: d
     draw_(model, 1)
     prompts = np.random.default_rng(0).integers(1, cell.model.vocab_size, (cell.batch, cell.prompt)).tolist()
     figures[f"{key}_ours"] = ours = asyncio.run(_ours(cell, model, device, prompts))
-    if cell.exact:
-        figures[f"{key}_exact"] = exact = asyncio.run(_ours(cell, model, device, prompts, exact=True))
-        if device == "cuda":
-            bars[f"{key}_exact_slowdown"] = at_most(ours / exact, 1.15)
     if cell.fp8_kv:
         figures[f"{key}_fp8_kv"] = asyncio.run(_ours(cell, model, device, prompts, fp8_kv=True))
     peers = _peers(cell, model, prompts) if cell.peers and has("transformers") else {}
@@ -135,11 +126,9 @@ def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: d
         bars[f"{key}_times_transformers"] = at_least(ours / peers["transformers"], times)
 
 
-async def _ours(
-    cell: Cell, model: Decoder, device: Device, prompts: list[list[int]], *, exact: bool = False, fp8_kv: bool = False
-) -> float:
+async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[int]], fp8_kv: bool = False) -> float:
     """Tokens per second."""
-    async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new, exact, fp8_kv) as engine:
+    async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new, fp8_kv) as engine:
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=cell.new, seed=1)
         warm = Sampling(max_tokens=24, seed=1)
@@ -183,9 +172,7 @@ async def _first(engine: EmbeddedEngine, session: str, tokens: list[int]) -> flo
     return times[0]
 
 
-def _engine(
-    model: ModelConfig, device: Device, batch: int, context: int, exact: bool = False, fp8_kv: bool = False
-) -> EmbeddedEngine:
+def _engine(model: ModelConfig, device: Device, batch: int, context: int, fp8_kv: bool = False) -> EmbeddedEngine:
     config = EngineConfig(
         fp8_kv=fp8_kv,
         max_batch=batch,
@@ -193,7 +180,7 @@ def _engine(
         prefill_chunk=16384 if device == "cuda" else 2048,
         threads=torch.get_num_threads(),
     )
-    return EmbeddedEngine(model, config, device=device, exact=exact)
+    return EmbeddedEngine(model, config, device=device)
 
 
 async def _ask(engine: EmbeddedEngine, session: str, tokens: list[int], sampling: Sampling) -> None:

@@ -7,7 +7,9 @@ Both modes take turns in one run, and each figure is the median of its rounds:
     engine     tokens per second of a batch of requests, prefill included
     step       seconds of a step on the sampled answers: log-probs, backward pass, update
     differing  log-probs of the sampled tokens that the trainer does not find bit for bit, with k3 of the difference
-    sessions   the same for sessions as in a run (exact_sessions)
+    sessions   the same for sessions as in a run: prompts of a group share their beginning, sessions continue, prefill
+               is computed in pieces, and new weights arrive in the middle (`recompute_kv`). Every token is computed
+               again under the version that it names, in micro-batches of several sizes
 
 On a GPU the models have the sizes of `benchmarks.engine`, and sessions sample over 100,000 tokens each.
 """
@@ -24,29 +26,37 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks import exact_sessions
 from benchmarks.engine import SMALL
-from benchmarks.exact_sessions import Sizes, update_of
 from benchmarks.output import at_most, finish
-from benchmarks.train_step_shapes import LLAMA_1B, MIXTURE, SMOLLM2
+from benchmarks.train_step_models import LLAMA_1B, MIXTURE, SMOLLM2, draw_
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
-from rollmill.models.host_tensors import load_host
+from rollmill.models.host_tensors import load_host, to_host
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.single import WHOLE
-from rollmill.types import Sampling
+from rollmill.types import PolicyRef, Sampling
+from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.line_follower import Update
 
 MODES = ("fast", "exact")
+VERSIONS = 3  # that sessions see
+MICROBATCHES = (1000, 16384)  # tokens
 TRAINED = {"cpu": 1024, "cuda": 16384}  # tokens of a step
 DEVICE: Device = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_MIXTURE = SMALL | {"experts": 16, "experts_per_token": 4, "expert_width": 128}
+
+
+class Sizes(NamedTuple):
+    sessions: int
+    shared: int  # tokens at the beginning of a group's prompts
+    own: int  # most tokens of its own in a prompt
+    new: int  # most sampled tokens per turn
 
 
 class Cell(NamedTuple):
@@ -105,7 +115,7 @@ class Measured:
 
 
 def measure(cell: Cell) -> dict[str, float]:
-    update = update_of(cell.model, 0, device=DEVICE)
+    update = update_of(cell.model, 0)
     found = {mode: Measured() for mode in MODES}
     answers = asyncio.run(_decode(cell, update, found))
     for mode in MODES:
@@ -160,15 +170,16 @@ async def _answer(engine: EmbeddedEngine, number: int, tokens: list[int], new: i
     request = GenerateRequest(f"s{tokens[:4]}", tokens, Sampling(max_tokens=new, seed=number))
     chunks = [chunk async for chunk in engine.generate(request)]
     sampled = [token for chunk in chunks for token in chunk.tokens]
-    rows, zeros = np.arange(len(tokens) - 1, len(tokens) - 1 + len(sampled)), np.zeros(len(sampled), np.int64)
-    facts = SampledFacts(
-        logprobs=np.array([logprob for chunk in chunks for logprob in chunk.logprobs], np.float32),
-        temperatures=np.ones(len(sampled), np.float32),
-        advantages=zeros.astype(np.float32),
-        staleness=zeros,
-        trajectory=zeros,
-    )
+    rows = np.arange(len(tokens) - 1, len(tokens) - 1 + len(sampled))
+    facts = _facts(np.array([logprob for chunk in chunks for logprob in chunk.logprobs], np.float32))
     return PackedSequence(np.array(tokens + sampled[:-1]), rows, np.array(sampled), facts=facts)
+
+
+def _facts(logprobs: np.ndarray) -> SampledFacts:
+    """The engine's log-probs, for a pass that only computes them again."""
+    zeros = np.zeros(len(logprobs), np.int64)
+    ones = np.ones(len(logprobs), np.float32)
+    return SampledFacts(logprobs, temperatures=ones, advantages=0 * ones, staleness=zeros, trajectory=zeros)
 
 
 def _train(cell: Cell, update: Update, part: MicroBatch, found: dict[str, Measured]) -> None:
@@ -208,6 +219,111 @@ def _figures(cell: Cell, found: dict[str, Measured]) -> dict[str, float]:
     return {f"{cell.name}_{name}": value for name, value in figures.items()}
 
 
+# --- sessions
+
+
+class Turn(NamedTuple):
+    context: np.ndarray
+    start: int  # of the answer
+    logprobs: np.ndarray
+    numbers: np.ndarray  # of the version that sampled each token
+
+
+def update_of(model: ModelConfig, number: int, form: str = "bf16") -> Update:
+    """Version `number`, with random weights of its own."""
+    decoder = decoder_on(torch.device(DEVICE), model, form)
+    draw_(decoder, number + 1)
+    tensors = dict(to_host(decoder.state_dict(), form))
+    policy = PolicyRef("main", number, form, root_digest(describe(tensors)))
+    return Update(policy, tensors, None, None, 0, {}, time.time())
+
+
+def measure_sessions(model: ModelConfig, form: str, sizes: Sizes) -> dict[str, float]:
+    updates = [update_of(model, number, form) for number in range(VERSIONS)]
+    started = time.perf_counter()
+    turns, metrics = asyncio.run(_sample(model, updates, sizes))
+    sampled_s = time.perf_counter() - started
+    decoder = decoder_on(torch.device(DEVICE), model, form)
+    decoder.recompute_mlp = True
+    decoder.compute_exactly()
+    deltas = {tokens: [delta for update in updates for delta in _deltas(decoder, update, turns, tokens)]
+              for tokens in MICROBATCHES}  # fmt: skip
+    first = np.concatenate(deltas[MICROBATCHES[0]])
+    every = np.concatenate([np.concatenate(each) for each in deltas.values()])
+    return {
+        "tokens": len(first),
+        "differing": int((every != 0).sum()),
+        "largest": float(np.abs(every).max()),
+        "versions_per_turn": float(np.mean([len(np.unique(turn.numbers)) for turn in turns])),
+        "prefix_hit_tokens": metrics["prefix_hit_tokens_total"],
+        "sampled_s": sampled_s,
+    }
+
+
+async def _sample(model: ModelConfig, updates: list[Update], sizes: Sizes) -> tuple[list[Turn], dict[str, Any]]:
+    batch = 256 if DEVICE == "cuda" else 16
+    longest = -(-(sizes.shared + sizes.own + 2 * sizes.new + 16) // 16) * 16
+    config = EngineConfig(
+        max_batch=batch,
+        cache_tokens=(batch + 8) * longest,
+        prefill_chunk=1024 if DEVICE == "cuda" else 64,
+        max_waiting=sizes.sessions,
+        recompute_kv=True,
+    )
+    form = updates[0].policy.form
+    async with EmbeddedEngine(model, config, form=form, device=DEVICE, exact=True) as engine:
+        await engine.apply(updates[0])
+        tasks = [asyncio.create_task(_converse(engine, number, model, sizes)) for number in range(sizes.sessions)]
+        for number, update in enumerate(updates[1:], 1):
+            enough = number * sizes.sessions * sizes.new // len(updates)
+            while engine.metrics()["sampled_tokens_total"] < enough:
+                await asyncio.sleep(0.01)
+                for task in tasks:
+                    if task.done():
+                        task.result()  # raises if the engine broke
+            await engine.apply(update)
+        turns = [turn for task in tasks for turn in await task]
+        return turns, dict(engine.metrics())
+
+
+async def _converse(engine: EmbeddedEngine, number: int, model: ModelConfig, sizes: Sizes) -> list[Turn]:
+    random = np.random.default_rng(number)
+    shared = np.random.default_rng(10**6 + number // 4).integers(0, model.vocab_size, sizes.shared).tolist()
+    tokens = shared + random.integers(0, model.vocab_size, int(random.integers(1, sizes.own + 1))).tolist()
+    await asyncio.sleep(float(random.random()))
+    turns = []
+    for _ in range(2):
+        count = int(random.integers(sizes.new // 2, sizes.new + 1))
+        request = GenerateRequest(f"s{number}", list(tokens), Sampling(max_tokens=count, seed=number))
+        chunks = [chunk async for chunk in engine.generate(request)]
+        sampled = [token for chunk in chunks for token in chunk.tokens]
+        logprobs = np.array([each for chunk in chunks for each in chunk.logprobs], np.float32)
+        numbers = np.array([chunk.policies[index].number for chunk in chunks for index in chunk.policy])
+        turns.append(Turn(np.array(tokens + sampled, np.int64), len(tokens), logprobs, numbers))
+        tokens = [*tokens, *sampled, *random.integers(0, model.vocab_size, 7).tolist()]
+    return turns
+
+
+@torch.no_grad()
+def _deltas(decoder: Decoder, update: Update, turns: list[Turn], tokens: int) -> list[np.ndarray]:
+    """The trainer's log-probs minus the engine's, of the tokens that this version sampled."""
+    load_host(decoder, update.tensors)
+    found = []
+    for part in pack([each for turn in turns for each in _sequences(turn, update.policy.number)], tokens):
+        assert part.facts is not None
+        found.append(WHOLE.recompute(decoder, part, None).logprobs_M.cpu().numpy() - part.facts.logprobs)
+    return found
+
+
+def _sequences(turn: Turn, number: int) -> list[PackedSequence]:
+    """The tokens of one version with their whole context; none if it sampled none."""
+    places = np.flatnonzero(turn.numbers == number)
+    if not len(places):
+        return []
+    rows, facts = turn.start + places - 1, _facts(turn.logprobs[places])
+    return [PackedSequence(turn.context[: rows[-1] + 1], rows, turn.context[rows + 1], facts=facts)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models; on a GPU fewer of them")
@@ -216,7 +332,7 @@ def main() -> None:
     for name, shape, form, sizes in sessions():
         if options.only not in (None, "sessions", f"sessions_{name}"):
             continue
-        measured = exact_sessions.measure(ModelConfig.model_validate(shape), form, DEVICE, sizes)
+        measured = measure_sessions(ModelConfig.model_validate(shape), form, sizes)
         print(name, measured, flush=True)
         figures |= {f"sessions_{name}_{key}": value for key, value in measured.items()}
         bars[f"sessions_{name}_differing"] = at_most(measured["differing"], 0)

@@ -1,6 +1,6 @@
 """The gateway's speed: requests per second, added latency, many streams; beside LiteLLM's proxy.
 
-    python -m benchmarks.gateway [--quick] [--workers N] [--awake]     everything, in less than eight minutes
+    python -m benchmarks.gateway [--quick] [--workers N]     everything, in less than eight minutes
     python -m benchmarks.gateway --streams                             2,000 streams, held for ten minutes
 
 A stub engine answers at once with 64 tokens. Requests continue conversations of 2,000 tokens; every sixth one starts a
@@ -11,12 +11,7 @@ compares the two is left out, and the output says so.
 
 Added latency is the difference of two percentiles: through the gateway, and at the stub itself, both at half of the
 gateway's highest rate, in short turns one after the other. It is the time from the request to the last byte of the
-answer, so it holds the wait for the disk. The disk's fsync time is measured before, and beside the latencies: other
-processes that write to the same disk delay it.
-
-`--awake` keeps all cores busy with programs of idle priority, which give way at once. A virtual machine halts an idle
-core, and the host gives it to others meanwhile: the next request finds it slow. On a host with cores of its own, or
-with other work beside the gateway, that does not happen.
+answer, so it holds the wait for the disk. The disk's fsync time is measured before.
 """
 
 from __future__ import annotations
@@ -31,34 +26,41 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gateway_load import cpu_seconds, percentiles, resident_mib
-from benchmarks.gateway_stub import KEY, TOKENS
+from benchmarks.gateway_sides import ADMIN, KEY, TOKENS, cpu_seconds, resident_mib
 from benchmarks.output import at_least, at_most, finish
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.choice import format_of
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.demo.tokenizer import demo_tokenizer
+from rollmill.gateway.app import make_app
+from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.workers import Workers
+from rollmill.launch.gateway_workers import BACKLOG, run_workers
+from rollmill.launch.roles.gateway import prepare_process
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 CONSOLE = Console(width=120)
 HISTORY_TOKENS = 2000
 STREAM_PAUSE_MS = 500  # 2 tokens per second
 LITELLM = "litellm[proxy]==1.103.7"
-_FSYNC_PAUSE_S = 0.02
 Figures = dict[str, float]
 
 
 async def load(*arguments: object) -> dict[str, Any]:
     """What the load generator found."""
-    command = [sys.executable, "-m", "benchmarks.gateway_load", *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.gateway_sides", *map(str, arguments)]
     running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         printed, _ = await running.communicate()
@@ -75,7 +77,7 @@ async def hold_streams(url: str, count: int, tokens: int, pid: int) -> Figures:
     """`count` streams at 2 tokens per second at the same time, from a process of their own. Returns how many ended
     well, their tokens, the time between two tokens, and the gateway's memory and CPU."""
     before, highest, used, started = resident_mib(pid), 0.0, cpu_seconds(pid), time.monotonic()
-    arguments = ["-m", "benchmarks.gateway_streams", port_of(url), count, tokens, STREAM_PAUSE_MS]
+    arguments = ["-m", "benchmarks.gateway_sides", "streams", port_of(url), count, tokens, STREAM_PAUSE_MS]
     pipe = asyncio.subprocess.PIPE
     load = await asyncio.create_subprocess_exec(sys.executable, *map(str, arguments), stdout=pipe)
     assert load.stdout is not None
@@ -106,10 +108,8 @@ async def hold_streams(url: str, count: int, tokens: int, pid: int) -> Figures:
     }
 
 
-def fsync_seconds(
-    directory: Path, times: int, pause_s: float = 0.0, ended: threading.Event | None = None
-) -> list[float]:
-    """Of appends of 4 KiB with fsync, on the disk of the session log, until `ended` is set."""
+def fsync_seconds(directory: Path, times: int) -> list[float]:
+    """Of appends of 4 KiB with fsync, on the disk of the session log."""
     seconds = []
     with (directory / "fsync").open("ab", buffering=0) as file:
         for _ in range(times):
@@ -117,9 +117,6 @@ def fsync_seconds(
             file.write(b"x" * 4096)
             os.fsync(file.fileno())
             seconds.append(time.perf_counter() - started)
-            time.sleep(pause_s)
-            if ended is not None and ended.is_set():
-                break
     return seconds
 
 
@@ -192,11 +189,11 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figur
     figures: Figures = {"fsync_ms": fsync_ms, "load_before": os.getloadavg()[0]}
     bars: dict[str, Any] = {}
     stub, url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    module = [sys.executable, "-m"]
-    with process(*module, "benchmarks.gateway_stub", port_of(stub), directory / "answer.json"):
+    module = [sys.executable, "-m", "benchmarks.gateway_sides"]
+    with process(*module, "engine", port_of(stub), directory / "answer.json"):
         await up(stub, "/health")
         options = [port_of(url), stub, directory, arguments.workers]
-        with process(*module, "benchmarks.gateway_served", *options) as gateway:
+        with process(sys.executable, "-m", "benchmarks.gateway", "serve", *options) as gateway:
             await up(url, "/health")
             if not arguments.streams:
                 await rates("", url, directory, seconds, gateway.pid, figures)
@@ -246,15 +243,8 @@ async def compare(
     """Added latency at half load."""
     name = "stream" if stream else "whole"
     rate = figures["stream_requests_per_s" if stream else "requests_per_s"] / 2
-    ended = threading.Event()
-    beside = asyncio.create_task(asyncio.to_thread(fsync_seconds, directory, 1 << 30, _FSYNC_PAUSE_S, ended))
-    try:
-        found = await load("latency", directory, port_of(url), port_of(stub), rate, seconds, stream)
-    finally:
-        ended.set()
-        disk = percentiles(await beside)
+    found = await load("latency", directory, port_of(url), port_of(stub), rate, seconds, stream)
     figures[f"half_load_{name}_requests_per_s"] = rate
-    figures |= {f"fsync_beside_{name}_{label}_ms": disk[label] for label in ("p50", "p99")}
     for label, bar in (("p50", 2.0), ("p99", 10.0)):
         added = found["through"][label] - found["direct"][label]
         figures[f"added_{name}_{label}_ms"] = added
@@ -262,29 +252,38 @@ async def compare(
         bars[f"added_{name}_{label}_ms"] = at_most(added, bar)
 
 
-@contextlib.contextmanager
-def awake() -> Iterator[None]:
-    """No core is idle meanwhile."""
-    spin = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-    running = [subprocess.Popen([sys.executable, "-c", spin]) for _ in os.sched_getaffinity(0)]
-    try:
-        yield
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
+def serve(port: int, engine: str, directory: Path, count: int) -> None:
+    """The gateway that is measured, in a process of its own."""
+    tokenizer = Tokenizer.load(directory / "tokenizer.json")
+    form = format_of(tokenizer)
+
+    def build(workers: Workers) -> web.Application:
+        objects = Objects.open(directory / "store")
+        trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
+        config = GatewayConfig(engine_requests=4096, queue_requests=4096)
+        endpoints = [EngineEndpoint(engine, "home")]
+        log = directory / "gateway"
+        app = make_app(config, form, tokenizer, endpoints, trajectories, objects, log, ADMIN, KEY, workers=workers)
+        prepare_process()
+        return app
+
+    if count == 1:
+        web.run_app(build(Workers()), host="127.0.0.1", port=port, print=None, access_log=None, backlog=BACKLOG)
+        return
+    with socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as listening:
+        run_workers(build, listening, directory / "gateway", count)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["serve"]:
+        return serve(int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shorter runs, 200 streams once")
     parser.add_argument("--streams", action="store_true", help="only 2,000 streams, held for ten minutes")
     parser.add_argument("--litellm", help="program of LiteLLM with its proxy; else it is installed into build/")
     parser.add_argument("--workers", type=int, default=1, help="worker processes of our gateway")
-    parser.add_argument("--awake", action="store_true", help="no core halts: for virtual machines")
     arguments = parser.parse_args()
-    kept = awake() if arguments.awake else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory(prefix="gateway-") as directory, kept:
+    with tempfile.TemporaryDirectory(prefix="gateway-") as directory:
         figures, bars = asyncio.run(measure(arguments, Path(directory)))
     table = Table(title="gateway")
     table.add_column("figure")

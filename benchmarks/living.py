@@ -12,13 +12,6 @@ Everything but the users is real: gateway, engines, machines, trainer, database,
 its own. The model is the demo's, mid-trained and not reinforced; its teacher asks back in a tenth of its sessions, so
 that there are questions to reward. `--base RUN` takes a mid-trained run instead of making one. `--population FILE`
 brings other users to `learn`, `--poison FILE` other poisons.
-
-The other proofs of the living mill are benchmarks of their own:
-
-    python -m benchmarks.summaries      summaries that are learned: before RL, after it, and against two baselines
-    python -m benchmarks.long_episode   a million tokens in a window of 8192, with a scripted model
-    python -m benchmarks.credit         credit by turns and distillation from hints, against plain RL
-    python -m benchmarks.day_night      production and training on the same engines, under a day-night curve
 """
 
 from __future__ import annotations
@@ -147,7 +140,6 @@ def regression(root: Path, base: Path | None, quick: bool) -> tuple[dict, dict]:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["cycle"], default="cycle", help="may be left out")
     parser.add_argument("--scenario", action="append", choices=["learn", "poison", "regression"])
     parser.add_argument("--population", default="steady", help="of `learn`")
     parser.add_argument("--poison", action="append", help="a population of `poison`; default: both that there are")

@@ -1,4 +1,4 @@
-"""Machines under faults, for `python -m benchmarks.machines`: start, exec, fork, kill, again and again.
+"""Machines under faults: start, exec, fork, kill, again and again.
 
     python -m benchmarks.machines_soak [--cycles 2000] [--virtual 40] [--seed 1] [--quick]
 

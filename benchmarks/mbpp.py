@@ -21,20 +21,22 @@ stage: it shows that the benchmark runs, not what a model learns.
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mbpp_figures import Event, RoleTimes, figures_of, last, rl_figures, tell
 from benchmarks.output import at_least, finish
 from rollmill.cli.target import start_settings
 from rollmill.config import load_config, validate_config
@@ -42,6 +44,7 @@ from rollmill.environments.environment import build_tasks
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.tasks.programs import MAIN
 from rollmill.errors import WeightsError
+from rollmill.evals.statistics import Interval, clustered_difference, clustered_interval
 from rollmill.launch.rank_processes import begin_run
 from rollmill.launch.supervise import import_weights
 from rollmill.runs.run import RunConfig, RunDirectory
@@ -55,6 +58,8 @@ HELD_OUT = 128
 STOP_S = 30.0  # for the processes of a run that is stopped
 START_S = 45.0  # for a run that stops and an engine that starts, to measure a version, beside other runs
 BASE = "-base"
+WINDOW = 1024  # samples that a point of a reward curve is the mean of
+LEVELS = (0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.12, 0.15)
 QUICK = [
     "stages.sft.steps=1",
     "stages.sft.documents_per_step=2",
@@ -170,7 +175,6 @@ class Bench:
         self.end = time.time() + seconds
         self.run, self.base = (work / "runs" / name for name in (config.name, f"{config.name}{BASE}"))
         self.log = work / "log.txt"
-        self.roles = RoleTimes(self.run)
 
     def train(self) -> None:
         if self.begin is not None and not (self.run / "run.json").exists():
@@ -197,8 +201,6 @@ class Bench:
 
     def ends(self, events: list[Event]) -> float:
         """When training must stop: with time left for the last measurement, unless it is at it already."""
-        if last(events, "step") is not None and last(events, "phase", phase="rl", state="end") is None:
-            self.roles.look()
         if self.sft:
             return self.end if self.before(events) is None else 0.0
         if any(event["kind"] == "phase" and event["phase"] == "evaluate after" for event in events):
@@ -239,6 +241,147 @@ def evaluate(bench: Bench) -> dict[str, Event | None]:
     return found | {"base": last(read_events(evaluated(bench.base)), "eval")}
 
 
+Event = dict[str, Any]
+# --- what is printed and counted: events as lines, measurements, pace, curves
+
+
+def tell(event: Event) -> None:
+    kind, at = event["kind"], time.strftime("%H:%M:%S", time.gmtime(event["at"]))
+    if kind == "phase":
+        print(f"{at} {event['phase']}: {event['state']}", flush=True)
+    elif kind == "document_step":
+        print(f"{at} sft {event['step']}: loss {event['loss']:.3f}", flush=True)
+    elif kind == "eval":
+        print(f"{at} {measured(event)}, {event['seconds']:.1f} s", flush=True)
+    elif kind == "restart" or (
+        kind == "warning" and not event["text"].startswith("groups_missing")
+    ):  # the step says it
+        print(f"{at} {kind}: {event.get('text') or event.get('target')}"[:300], flush=True)
+    elif kind == "step":
+        print(
+            f"{at} step {event['step']}: solved {number(event, 'solve_rate'):.3f}, {event['groups']} groups and "
+            f"{event['groups_closed']} closed, {event['trained_tokens']} tokens, waited {event['wait_seconds']:.2f} s, "
+            f"step {event['seconds']:.2f} s, staleness {number(event, 'staleness_mean'):.2f}, mismatch k3 "
+            f"{number(event, 'mismatch_k3'):.1e} and most {number(event, 'mismatch_max'):.1e}, entropy "
+            f"{number(event, 'entropy'):.3f}, gradient {number(event, 'grad_norm'):.3f}",
+            flush=True,
+        )
+
+
+def number(event: Event, name: str) -> float:
+    value = event.get(name)
+    return float("nan") if value is None else float(value)
+
+
+def measured(event: Event) -> str:
+    rate = clustered_interval(list(event["by_task"].values()))
+    return (
+        f"{event['label']}: {100 * rate.value:.2f} % ({100 * rate.low:.2f} to {100 * rate.high:.2f}) solved of "
+        f"{event['attempts']} attempts, {event['failed']} failed"
+    )
+
+
+def last(events: Sequence[Event], kind: str, **fields: Any) -> Event | None:
+    fitting = (event for event in reversed(events) if event["kind"] == kind)
+    return next((event for event in fitting if all(event.get(name) == value for name, value in fields.items())), None)
+
+
+def figures_of(found: Mapping[str, Event | None]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for label, event in found.items():
+        if event is not None:
+            rate = clustered_interval(list(event["by_task"].values()))
+            figures |= {label: rate.value, f"{label}_low": rate.low, f"{label}_high": rate.high}
+            figures[f"{label}_seconds"] = event["seconds"]
+    for name, first, second in (("gain", "before", "after"), ("sft_gain", "base", "before")):
+        one, other = found.get(first), found.get(second)
+        if one is not None and other is not None:
+            gain: Interval = clustered_difference(one["by_task"], other["by_task"])
+            figures |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
+    return figures
+
+
+def rl_figures(events: list[Event]) -> dict[str, float]:
+    """Of the RL stage: pace, rewards, how far engine and trainer are apart."""
+    steps = [event for event in events if event["kind"] == "step"]
+    begin = last(events, "phase", phase="rl", state="start")
+    if not steps or begin is None:
+        return {}
+    seconds = steps[-1]["at"] - begin["at"]
+    rollouts = [e for e in events if e["kind"] == "rollout" and begin["at"] <= e["at"] <= steps[-1]["at"]]
+    warm = steps[3:] or steps  # kernels are compiled in the first ones
+    warm_at = steps[2]["at"] if len(steps) > 3 else begin["at"]
+    published = [event["seconds"] for event in events if event["kind"] == "publish" and event["at"] > warm_at]
+    few = max(1, len(steps) // 6)
+    figures = {
+        "steps": len(steps),
+        "seconds": seconds,
+        "samples": len(rollouts),
+        "samples_per_s": sum(event["at"] > warm_at for event in rollouts) / (steps[-1]["at"] - warm_at),
+        "tokens_per_s": sum(event["tokens"] or 0 for event in rollouts) / seconds,
+        "trained_per_s": sum(event["trajectories"] for event in steps) / seconds,
+        "step_s": statistics.median(event["seconds"] for event in warm),
+        "step_tokens": statistics.median(event["trained_tokens"] for event in warm),
+        "wait_s": statistics.median(event["wait_seconds"] for event in warm),
+        "publish_s": statistics.median(published) if published else math.nan,
+        "step_and_wait_s": (warm[-1]["at"] - warm[0]["at"]) / max(1, len(warm) - 1),
+        "solved_first": statistics.mean(number(event, "solve_rate") for event in steps[:few]),
+        "solved_last": statistics.mean(number(event, "solve_rate") for event in steps[-few:]),
+        "staleness": mean_of(steps, "staleness_mean"),
+        "staleness_most": max(numbers(steps, "staleness_max"), default=math.nan),
+        # of steps after which the trainer waited: others have no mismatch
+        "mismatch_k3": statistics.median(numbers(steps, "mismatch_k3") or [math.nan]),
+        "mismatch_most": max(numbers(steps, "mismatch_max"), default=math.nan),
+        **{f"seconds_to_{name}": value for name, value in seconds_to(curve(events)).items()},
+    }
+    # JSON has no word for what no step has measured
+    return {f"rl_{name}": float(value) for name, value in figures.items() if math.isfinite(value)}
+
+
+def numbers(events: Iterable[Event], name: str) -> list[float]:
+    """Of the events that have one."""
+    return [value for event in events if math.isfinite(value := number(event, name))]
+
+
+def mean_of(events: Iterable[Event], name: str) -> float:
+    return statistics.mean(numbers(events, name) or [math.nan])
+
+
+Curve = list[tuple[float, float]]  # seconds since RL began, share solved of the last WINDOW samples
+
+
+def curve(events: Sequence[Event]) -> Curve:
+    """Of the training rollouts of a run, in the order in which they ended."""
+    begin, end = last(events, "phase", phase="rl", state="start"), last(events, "step")
+    if begin is None or end is None:
+        return []
+    ended = [e for e in events if e["kind"] == "rollout" and begin["at"] <= e["at"] <= end["at"]]
+    ended.sort(key=lambda event: event["at"])
+    return smoothed((event["at"] - begin["at"], float(event["reward"] or 0.0), 1) for event in ended)
+
+
+def smoothed(rows: Iterable[tuple[float, float, int]]) -> Curve:
+    """`rows`: seconds, share solved, samples. Points from the first full window on."""
+    found: Curve = []
+    held: collections.deque[tuple[float, int]] = collections.deque()
+    solved, samples = 0.0, 0
+    for at, share, count in rows:
+        held.append((share * count, count))
+        solved, samples = solved + share * count, samples + count
+        while samples - held[0][1] >= WINDOW:
+            first, of = held.popleft()
+            solved, samples = solved - first, samples - of
+        if samples >= WINDOW:
+            found.append((at, solved / samples))
+    return found
+
+
+def seconds_to(points: Curve) -> dict[str, float]:
+    """level in per cent → when the curve first reached it."""
+    reached = ((level, next((at for at, value in points if value >= level), None)) for level in LEVELS)
+    return {f"{100 * level:g}pct": at for level, at in reached if at is not None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="MBPP's problems, one JSON object per line")
@@ -269,7 +412,7 @@ def main() -> None:
         bench.measure_base()
         figures = figures_of({"base": last(read_events(evaluated(bench.base)), "eval")})
     else:
-        figures = figures_of(evaluate(bench)) | rl_figures(read_events(bench.run / "events")) | bench.roles.figures()
+        figures = figures_of(evaluate(bench)) | rl_figures(read_events(bench.run / "events"))
     for name, value in figures.items():
         print(f"{name:24} {value:12.5g}")
     # beyond the interval: even the lower end of the paired difference is above zero

@@ -24,8 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mbpp import rollmill, run_in, sft_version
-from benchmarks.mbpp_figures import Curve, curve, rl_figures, seconds_to, smoothed
+from benchmarks.mbpp import Curve, curve, rl_figures, rollmill, run_in, seconds_to, sft_version, smoothed
 from benchmarks.output import at_least, finish
 from rollmill.config import load_config
 from rollmill.environments.environment import build_tasks, open_environment

@@ -1,24 +1,20 @@
 """A slow, far link in user space: a TCP relay with delay and limited bandwidth, for tests and benchmarks.
 
-    python -m benchmarks.relay --listen PORT --to HOST:PORT --mbit 200 --rtt-ms 120
-
 Each direction is one link shared by all connections: a piece waits for its turn, occupies the link for size /
 bandwidth, and arrives half a round trip later. A new connection waits one round trip before its first byte, like a
 handshake. If a receiver does not read, bytes stay in bounded queues and then with the sender. Not modelled: losses,
 and TCP's slow start and congestion control across the link.
 
-`Relay` runs in a thread of this process. `RelayProcess` is the command above, controlled by lines on its standard input
-(`cut`, `drop`, `restore`). A cut link is silent: nothing is closed and nothing arrives; bytes in flight arrive when the
-link is restored. `drop` also closes all connections, and refuses new ones.
+`Relay` runs in a thread of this process, `RelayProcess` in a process of its own. A cut link is silent: nothing is
+closed and nothing arrives; bytes in flight arrive when the link is restored. `cut(drop=True)` also closes all
+connections, and refuses new ones.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -213,16 +209,13 @@ class Relay:
 
 
 class RelayProcess:
-    """The same in a separate process, so that it does not share this interpreter."""
+    """The same in a process of its own, so that it does not share this interpreter."""
 
     def __init__(self, to: tuple[str, int], mbit: float = 200.0, rtt_ms: float = 120.0) -> None:
-        command = [sys.executable, "-m", "benchmarks.relay", "--listen", "0", "--to", f"{to[0]}:{to[1]}"]
-        self._process = subprocess.Popen(
-            [*command, "--mbit", str(mbit), "--rtt-ms", str(rtt_ms), "--steered"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.relay", *map(str, (*to, mbit, rtt_ms))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline().rpartition(":")[2])
+        self.port = int(self._process.stdout.readline())
 
     def cut(self, drop: bool = False) -> None:
         self._say("drop" if drop else "cut")
@@ -247,38 +240,15 @@ class RelayProcess:
         self._process.stdout.readline()  # it answers when it is done
 
 
-async def _serve_command(port: int, to: tuple[str, int], mbit: float, rtt_ms: float, steered: bool) -> None:
-    link = Link(to, mbit, rtt_ms)
-    server = await link.listen(port)
-    print(f"listening on 127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    actions = {"cut": link.cut, "drop": lambda: link.cut(drop=True), "restore": link.restore}
-    words: asyncio.Queue[str] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(words.put_nowait, line.strip())
-        if steered:
-            os._exit(0)
-
-    threading.Thread(target=listen, daemon=True).start()
-    while True:
-        word = await words.get()
-        actions.get(word, lambda: None)()
-        print(word, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--listen", type=int, default=0, metavar="PORT", help="0: use a free port and print it")
-    parser.add_argument("--to", required=True, metavar="HOST:PORT")
-    parser.add_argument("--mbit", type=float, default=200.0)
-    parser.add_argument("--rtt-ms", type=float, default=120.0)
-    parser.add_argument("--steered", action="store_true", help="exit when standard input is closed")
-    given = parser.parse_args()
-    host, _, port = given.to.rpartition(":")
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve_command(given.listen, (host, int(port)), given.mbit, given.rtt_ms, given.steered))
+    """The other side of RelayProcess: ends with its standard input."""
+    host, port, mbit, rtt_ms = sys.argv[1:]
+    with Relay((host, int(port)), float(mbit), float(rtt_ms)) as relay:
+        actions = {"cut": relay.cut, "drop": lambda: relay.cut(drop=True), "restore": relay.restore}
+        print(relay.port, flush=True)
+        for line in sys.stdin:
+            actions[line.strip()]()
+            print(flush=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +25,8 @@ import numpy as np
 import torch
 
 from benchmarks.output import at_most, finish
-from benchmarks.swap import SMALL, decode_always
-from benchmarks.train_step_shapes import SMOLLM2, draw_
+from benchmarks.swap import SMALL, child, decode_always
+from benchmarks.train_step_models import SMOLLM2, draw_
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.follower import EngineFollower
@@ -72,22 +70,6 @@ async def _serve(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextmanager
-def _engine(directory: Path, config: ModelConfig, device: Device, numerics: Numerics) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
-    questions, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(directory, config, device, numerics, theirs), daemon=True)
-    process.start()
-    theirs.close()  # if the process ends, so does `recv`
-    try:
-        yield questions
-    finally:
-        with suppress(OSError):  # it may have died
-            questions.send(False)
-        process.join(10)
-        process.kill()
 
 
 def _asked(questions: Connection) -> tuple[int, int]:
@@ -181,7 +163,7 @@ def measure(device: Device, numerics: Numerics, quick: bool) -> tuple[dict[str, 
         print("no engine yet", flush=True)
         figures |= _figures("alone", _steps(trainer, tokens, config.vocab_size, steps + WARM, 0)[WARM:])
         print("the engine starts", flush=True)
-        with _engine(Path(directory), config, device, numerics) as questions:
+        with child(serve, Path(directory), config, device, numerics, stop=False) as questions:
             while _asked(questions)[0] < 20 * BATCH:  # until it decodes
                 time.sleep(0.05)
             _steps(trainer, tokens, config.vocab_size, WARM, 1)

@@ -16,7 +16,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.output import at_most, finish
-from benchmarks.train_step_shapes import SMOLLM2, draw_
+from benchmarks.train_step_models import SMOLLM2, draw_
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
@@ -91,17 +91,18 @@ def train(directory: Path, config: ModelConfig, device: Device, orders: Connecti
 
 
 @contextmanager
-def _trainer(directory: Path, config: ModelConfig, device: Device) -> Iterator[Connection]:
+def child(target: Callable[..., None], *arguments: object, stop: object) -> Iterator[Connection]:
+    """A process that gets the other end of the connection as its last argument, and ends when it is sent `stop`."""
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
-    process = context.Process(target=train, args=(directory, config, device, theirs), daemon=True)
+    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
     theirs.close()  # if the process ends, so does `recv`
     try:
         yield orders
     finally:
         with suppress(OSError):  # it may have died
-            orders.send(None)
+            orders.send(stop)
         process.join(10)
         process.kill()
 
@@ -109,7 +110,7 @@ def _trainer(directory: Path, config: ModelConfig, device: Device) -> Iterator[C
 async def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     model = ModelConfig.model_validate(SMALL if device == "cpu" else SMOLLM2)
     versions = 4 if quick else 12
-    with tempfile.TemporaryDirectory() as directory, _trainer(Path(directory), model, device) as orders:
+    with tempfile.TemporaryDirectory() as directory, child(train, Path(directory), model, device, stop=None) as orders:
         _ordered(orders, 0)
         config = EngineConfig(max_batch=BATCH, cache_tokens=BATCH * model.max_context, poll_seconds=0.01)
         source = Recording(Follower(WeightStore(Objects.open(Path(directory))), "main"))

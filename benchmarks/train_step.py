@@ -31,9 +31,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks import train_step_models as models
 from benchmarks.output import at_least, at_most, finish
-from benchmarks.train_step_peers import has, transformers_step
-from benchmarks.train_step_shapes import PEAK_OPERATIONS, Shape, floor_seconds, shapes, step_bytes, step_operations
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
@@ -115,12 +114,12 @@ class Batch(NamedTuple):
     targets: np.ndarray
 
 
-def batch_of(shape: Shape) -> Batch:
+def batch_of(shape: models.Shape) -> Batch:
     drawn = np.random.default_rng(0).integers(0, shape.model.vocab_size, (shape.sequences, shape.length + 1))
     return Batch(np.ascontiguousarray(drawn[:, :-1]), np.ascontiguousarray(drawn[:, 1:]))
 
 
-def model_of(shape: Shape, device: str, form: str = "bf16") -> Decoder:
+def model_of(shape: models.Shape, device: str, form: str = "bf16") -> Decoder:
     """The same random weights every time, with values that are exact in bf16 or in a quantised form."""
     generator = torch.Generator(device).manual_seed(0)
     with torch.device(device), torch.no_grad():
@@ -138,13 +137,12 @@ def model_of(shape: Shape, device: str, form: str = "bf16") -> Decoder:
 
 
 def ours(
-    shape: Shape,
+    shape: models.Shape,
     device: str,
     tokens_per_microbatch: int,
     *,
     recompute_mlp: bool | None = None,
     recompute_every: int = 0,
-    graphs: bool = True,
     deterministic: bool = False,
     ragged: bool = False,
     form: str = "bf16",
@@ -156,7 +154,7 @@ def ours(
     optimizer = MasterOptimizer(model, CONFIG, form)
     lengths = _ragged_lengths(shape) if ragged else [shape.length] * shape.sequences
     parts = [_moved(part, device) for part in _packed(batch_of(shape), lengths, tokens_per_microbatch)]
-    step = NextTokenStep(model, optimizer, graphs=graphs)
+    step = NextTokenStep(model, optimizer)
 
     def run() -> float:
         fix_bits(deterministic)
@@ -178,7 +176,7 @@ def _packed(batch: Batch, lengths: list[int], tokens_per_microbatch: int) -> lis
     return pack(sequences, tokens_per_microbatch)
 
 
-def _ragged_lengths(shape: Shape) -> list[int]:
+def _ragged_lengths(shape: models.Shape) -> list[int]:
     """Lengths up to the longest, for the same number of tokens."""
     lengths, left = [], shape.tokens
     for drawn in np.random.default_rng(1).integers(shape.length // 16, shape.length + 1, shape.tokens):
@@ -194,19 +192,19 @@ def _moved(part: MicroBatch, device: str) -> MicroBatch:
     return replace(part, **{name: getattr(part, name).to(device) for name in names})
 
 
-def theirs(shape: Shape, device: str, *, liger: bool = False, compile: Literal["all", "layers"] = "all") -> Step:
+def theirs(shape: models.Shape, device: str, *, liger: bool = False, compile: Literal["all", "layers"] = "all") -> Step:
     batch = batch_of(shape)
     tokens, targets = (torch.from_numpy(array).to(device) for array in batch)
     how = compile if device == "cuda" else None
-    step = transformers_step(model_of(shape, device), tokens, targets, CONFIG, liger=liger, compile=how)
+    step = models.transformers_step(model_of(shape, device), tokens, targets, CONFIG, liger=liger, compile=how)
     return lambda: float(step(LR))
 
 
-def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str, Callable[[], Step]]:
+def sides(shape: models.Shape, device: str, *, peers: bool, variants: bool) -> dict[str, Callable[[], Step]]:
     """Ours in one pass over all tokens, the peers, and ours with other settings."""
-    whole, half, quarter = (max(shape.tokens // parts, shape.length) for parts in (1, 2, 4))
+    whole, quarter = (max(shape.tokens // parts, shape.length) for parts in (1, 4))
     found: dict[str, Callable[[], Step]] = {"ours": lambda: ours(shape, device, whole)}
-    if peers and has("transformers"):
+    if peers and models.has("transformers"):
         found["transformers"] = lambda: theirs(shape, device)
     found["ours, MLPs remade"] = lambda: ours(shape, device, whole, recompute_mlp=True)
     if variants:
@@ -214,10 +212,7 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
             "ours, same bits again": lambda: ours(shape, device, whole, deterministic=True),
             "ours, ragged": lambda: ours(shape, device, whole, ragged=True),
             "ours, ragged, same bits": lambda: ours(shape, device, whole, ragged=True, deterministic=True),
-            "ours, without graphs": lambda: ours(shape, device, whole, graphs=False),
             "ours, MLPs kept": lambda: ours(shape, device, whole, recompute_mlp=False),
-            "ours, 2 micro-batches": lambda: ours(shape, device, half),
-            "ours, 2, MLPs kept": lambda: ours(shape, device, half, recompute_mlp=False),
             "ours, 4 micro-batches": lambda: ours(shape, device, quarter),
             "ours, layers recomputed": lambda: ours(shape, device, whole, recompute_every=1),
             "ours, fp8": lambda: ours(shape, device, whole, form="fp8"),
@@ -225,29 +220,30 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
         }
     if shape.model.experts:  # the rows of gate_up are always recomputed
         found = {name: make for name, make in found.items() if "kept" not in name and "remade" not in name}
-    elif peers and device == "cuda" and has("liger_kernel"):
+    elif peers and device == "cuda" and models.has("liger_kernel"):
         # last: with its head compiled it has broken the device's context, and with it everything after
         found["liger, layers compiled"] = lambda: theirs(shape, device, liger=True, compile="layers")
         found["liger, compiled"] = lambda: theirs(shape, device, liger=True)
     return found
 
 
-def print_heading(shape: Shape) -> None:
-    parameters, attention = step_operations(shape)
-    by_operations, by_bytes = floor_seconds(shape)
+def print_heading(shape: models.Shape) -> None:
+    parameters, attention = models.step_operations(shape)
+    by_operations, by_bytes = models.floor_seconds(shape)
+    gigabytes = models.step_bytes(shape) / 1e9
     print(f"\n{shape.name}: {shape.sequences} sequences of {shape.length}; a step has {parameters / 1e12:.3g} TFLOP of")
-    print(f"parameters, {attention / 1e12:.3g} of attention, {step_bytes(shape) / 1e9:.3g} GB: on an H200 at least")
+    print(f"parameters, {attention / 1e12:.3g} of attention, {gigabytes:.3g} GB: on an H200 at least")
     print(f"{by_operations * 1e3:.3g} ms by operations and {by_bytes * 1e3:.3g} ms by bytes")
     print(f"{'':24} {'ms':>8} {'least–most':>15} {'tokens/s':>10} {'share':>6} {'floor':>6} {'GiB':>6} {'loss':>9}")
 
 
-def print_row(shape: Shape, name: str, result: Result) -> None:
+def print_row(shape: models.Shape, name: str, result: Result) -> None:
     if result.error:
         print(f"{name:24} did not run: {result.error}", flush=True)
         return
     spread = f"{min(result.seconds) * 1e3:.1f}–{max(result.seconds) * 1e3:.1f}"
     memory = "" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.1f}"
-    floor = max(floor_seconds(shape)) / result.median
+    floor = max(models.floor_seconds(shape)) / result.median
     print(
         f"{name:24} {result.median * 1e3:8.1f} {spread:>15} {shape.tokens / result.median:10,.0f} "
         f"{_share(shape, result):6.1%} {floor:6.1%} {memory:>6} {result.loss:9.5f}",
@@ -255,11 +251,11 @@ def print_row(shape: Shape, name: str, result: Result) -> None:
     )
 
 
-def _share(shape: Shape, result: Result) -> float:
-    return step_operations(shape)[0] / result.median / PEAK_OPERATIONS
+def _share(shape: models.Shape, result: Result) -> float:
+    return models.step_operations(shape)[0] / result.median / models.PEAK_OPERATIONS
 
 
-def figures_of(shape: Shape, results: dict[str, Result]) -> dict[str, float]:
+def figures_of(shape: models.Shape, results: dict[str, Result]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, result in results.items():
         if result.error:
@@ -273,7 +269,7 @@ def figures_of(shape: Shape, results: dict[str, Result]) -> dict[str, float]:
     return figures
 
 
-def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
+def bars_of(shape: models.Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
     """Compares with the sides that ran. A bar about another side is left out."""
     if shape.name in SIZES:
         return _size_bars(shape, results)
@@ -298,7 +294,7 @@ def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any
     return bars
 
 
-def _size_bars(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
+def _size_bars(shape: models.Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
     key, (speedup, memory) = shape.name.replace("-", "_"), SIZES[shape.name]
     mine, theirs, fp8 = (results.get(name) for name in ("ours", "transformers", "ours, fp8"))
     bars: dict[str, dict[str, Any]] = {}
@@ -333,7 +329,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     figures: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
-    for shape in shapes(device):
+    for shape in models.shapes(device):
         if options.only is not None and shape.name not in options.only:
             continue
         print_heading(shape)

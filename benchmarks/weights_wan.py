@@ -1,12 +1,12 @@
 """New versions over long-distance links: when three regions serve them, compared with sending the whole weights.
 
-    python -m benchmarks.weights_wan [--quick] [--versions 5] [--goal fast|small] [--mbit 200] [--rtt-ms 120]
+    python -m benchmarks.weights_wan [--quick] [--versions 5]
 
 This process is the trainer and publishes into a directory, the home store. Another process serves it over HTTP. Each of
 three regions is a process with a store, a mirror and a follower, behind a link of its own (benchmarks.relay). A copy of
 the weights, into which updates are written, simulates an engine; at the end its digest is compared. The time of a
 version runs from the trainer's call of publish until the last region has written it into its engine. Weights and
-updates are synthetic, drawn by the law that was recorded at lr 1e-6 (benchmarks.weights_synthetic).
+updates are synthetic, drawn by the law that was recorded at lr 1e-6 .
 
 The whole transfer: the same bytes in one object, written by the trainer, read by every region in parallel ranges over
 the same links, verified, and copied into the engine. The first version, a compressed snapshot, is reported too.
@@ -33,12 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import at_least, finish
-from benchmarks.recordings import FOLDER, Recording
 from benchmarks.relay import RelayProcess
-from benchmarks.weights_synthetic import Law, draw_weights, update
+from benchmarks.weights_codec import FOLDER, REFERENCE, Recording, exponents, flat, ordered
 from rollmill.storage.objects import Objects
 from rollmill.storage.parallel import read_ranges
-from rollmill.weights.format.codings import Changes, Goal, scatter
+from rollmill.weights.format.codings import Changes, scatter
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.line_follower import Follower, Update
@@ -49,6 +48,7 @@ from rollmill.weights.writing.publisher import Publisher
 LINE = "main"
 RAW = "raw/weights"
 REGIONS = ("americas", "europe", "asia")
+MBIT, RTT_MS = 200.0, 120.0  # of each link
 SOONER = 30.0  # the bar, for 1 GiB
 _WAIT_SECONDS = 600.0
 _STAGES = ("publish", "notice", "mirror", "fetch", "decode", "apply")
@@ -197,14 +197,7 @@ class Measured:
         return self.whole_seconds / float(np.median(self.seconds))
 
 
-def measure(
-    mebibytes: int,
-    recording: Recording,
-    versions: int = 5,
-    goal: Goal = "fast",
-    mbit: float = 200.0,
-    rtt_ms: float = 120.0,
-) -> Measured:
+def measure(mebibytes: int, recording: Recording, versions: int = 5) -> Measured:
     law = Law.of(recording)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -214,20 +207,20 @@ def measure(
         port = int(home.next()["text"].split("127.0.0.1:")[1].split()[0].rstrip("/ ="))
         regions = []
         for name in REGIONS:
-            relay = stack.enter_context(RelayProcess(("127.0.0.1", port), mbit, rtt_ms))
+            relay = stack.enter_context(RelayProcess(("127.0.0.1", port), MBIT, RTT_MS))
             url = f"http://127.0.0.1:{relay.port}"
             region = Child("--region", str(folder / name), "--source", url, "--versions", str(versions + 1))
             stack.callback(region.close)
             regions.append(region)
         for region in regions:
             region.next()
-        return _run(regions, Objects.open(folder / "home"), mebibytes, law, versions, goal)
+        return _run(regions, Objects.open(folder / "home"), mebibytes, law, versions)
 
 
-def _run(regions: list[Child], objects: Objects, mebibytes: int, law: Law, versions: int, goal: Goal) -> Measured:
+def _run(regions: list[Child], objects: Objects, mebibytes: int, law: Law, versions: int) -> Measured:
     tensors = draw_weights(mebibytes)
     result = Measured(sum(tensor.data.nbytes for tensor in tensors.values()))
-    publisher = Publisher(WeightStore(objects), LINE, snapshot_every=1000, goal=goal)
+    publisher = Publisher(WeightStore(objects), LINE, snapshot_every=1000)
     for number in range(versions + 1):
         if number:
             result.density.append(update(tensors, law, seed=number))
@@ -265,11 +258,9 @@ def _send_whole(regions: list[Child], objects: Objects, tensors: dict[str, HostT
     return max(answer["at"] for answer in answers) - called
 
 
-def report(result: Measured, mbit: float = 200.0, rtt_ms: float = 120.0) -> None:
+def report(result: Measured) -> None:
     size = result.bytes / (1 << 20)
-    title = (
-        f"{size:.0f} MiB, {len(REGIONS)} regions behind {mbit:.0f} Mbit/s and {rtt_ms:.0f} ms each: all serve it after"
-    )
+    title = f"{size:.0f} MiB, {len(REGIONS)} regions, {MBIT:.0f} Mbit/s and {RTT_MS:.0f} ms each: all serve it after"
     table = Table(title=title)
     for column in ("what", "MB over each link", "seconds", "least–most", "sooner"):
         table.add_column(column)
@@ -285,13 +276,97 @@ def report(result: Measured, mbit: float = 200.0, rtt_ms: float = 120.0) -> None
     print("of a delta: " + ", ".join(f"{name} {np.median(values):.2f} s" for name, values in result.stages.items()))
 
 
+DEVIATION = 0.02  # of the recorded models at their start
+RESIDUAL = 12**-0.5  # a factor for matrices that add to the residual stream
+_BLOCK = 1 << 20  # elements drawn at a time
+_SIZES = {  # MiB: width, layers
+    64: (512, 9),
+    256: (1024, 9),
+    512: (1024, 21),
+    1024: (2048, 9),
+}
+
+
+@dataclass(frozen=True)
+class Law:
+    """By exponent of the old element: the probability to change, and some of the recorded moves."""
+
+    chances: np.ndarray  # float32 [256]
+    moves: np.ndarray  # int16 [256, 4096], in units in the last place
+
+    @classmethod
+    def of(cls, recording: Recording, model: str = "dense", rate: str = REFERENCE) -> Law:
+        before, after = recording.step(model, rate)
+        old, new = flat(before), flat(after)
+        changed = np.flatnonzero(old != new)
+        exponent, moved = exponents(old[changed]), ordered(new[changed]) - ordered(old[changed])
+        total = np.bincount(exponents(old), minlength=256)
+        chances = (np.bincount(exponent, minlength=256) / np.maximum(total, 1)).astype(np.float32)
+        random = np.random.default_rng(0)
+        moves = np.ones((256, 4096), np.int16)
+        for value in np.unique(exponent):
+            moves[value] = random.choice(np.clip(moved[exponent == value], -32000, 32000), 4096)
+        return cls(chances, moves)
+
+
+def shapes(mebibytes: int) -> dict[str, tuple[int, ...]]:
+    width, layers = _SIZES[mebibytes]
+    inner = width * 11 // 4
+    result: dict[str, tuple[int, ...]] = {"embedding": (16 * width, width), "head": (16 * width, width)}
+    result["norm"] = (width,)
+    for layer in range(layers):
+        result |= {
+            f"layers.{layer}.attention_norm": (width,),
+            f"layers.{layer}.mlp_norm": (width,),
+            f"layers.{layer}.qkv": (width * 3 // 2, width),
+            f"layers.{layer}.output": (width, width),
+            f"layers.{layer}.mlp.gate_up": (2 * inner, width),
+            f"layers.{layer}.mlp.down": (width, inner),
+        }
+    return result
+
+
+def draw_weights(mebibytes: int, seed: int = 0) -> dict[str, HostTensor]:
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes(mebibytes).items():
+        bits = np.empty(int(np.prod(shape)), np.uint16)
+        deviation = DEVIATION * (RESIDUAL if name.endswith(("output", "down")) else 1.0)
+        for start in range(0, bits.size, _BLOCK):
+            part = bits[start : start + _BLOCK]
+            values = random.standard_normal(part.size, dtype=np.float32) * np.float32(deviation)
+            part[:] = (values if len(shape) > 1 else values + 1).view(np.uint32) >> 16
+        tensors[name] = HostTensor("bf16", shape, bits.view(np.uint8))
+    return tensors
+
+
+def update(tensors: dict[str, HostTensor], law: Law, seed: int) -> float:
+    """One step in place. Returns the share of changed elements."""
+    random = np.random.default_rng(seed)
+    changed = total = 0
+    for tensor in tensors.values():
+        bits = tensor.data.view(np.uint16)
+        for start in range(0, bits.size, _BLOCK):
+            part = bits[start : start + _BLOCK]
+            chance = law.chances[(part >> np.uint16(7)) & np.uint16(0xFF)]
+            where = np.flatnonzero(random.random(part.size, dtype=np.float32) < chance)
+            old = part[where]
+            moves = law.moves[exponents(old), random.integers(0, law.moves.shape[1], where.size)]
+            part[where] = unordered(ordered(old) + moves)
+            changed += where.size
+            total += part.size
+    return changed / total
+
+
+def unordered(integers: np.ndarray) -> np.ndarray:
+    """The inverse of `recordings.ordered`."""
+    return np.where(integers < 0, (-integers - 1) | 0x8000, integers).astype(np.uint16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a model of 64 MiB instead of 1 GiB")
     parser.add_argument("--versions", type=int, default=5, help="deltas to measure")
-    parser.add_argument("--goal", choices=("fast", "small"), default="fast")
-    parser.add_argument("--mbit", type=float, default=200.0)
-    parser.add_argument("--rtt-ms", type=float, default=120.0)
     parser.add_argument("--recording", type=Path)
     parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--region", type=Path, help=argparse.SUPPRESS)
@@ -303,9 +378,8 @@ def main() -> None:
         serve_region(given.source, given.region, given.versions)
     else:
         recording = Recording(given.recording or FOLDER / ("quick" if given.quick else "full"))
-        link = {"mbit": given.mbit, "rtt_ms": given.rtt_ms}
-        result = measure(64 if given.quick else 1024, recording, given.versions, given.goal, **link)
-        report(result, **link)
+        result = measure(64 if given.quick else 1024, recording, given.versions)
+        report(result)
         bars = {} if given.quick else {"wan_sooner": at_least(result.sooner, SOONER)}  # a bar for 1 GiB
         finish("weights_wan", {"wan_sooner": result.sooner}, bars)
 

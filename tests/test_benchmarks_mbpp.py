@@ -10,8 +10,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks.mbpp import QUICK, RECIPE, START_S, Bench, follow, prepare, sft_version, without_sft
-from benchmarks.mbpp_figures import WINDOW, curve, figures_of, rl_figures, seconds_to, smoothed
+from benchmarks.mbpp import (
+    QUICK,
+    RECIPE,
+    START_S,
+    WINDOW,
+    Bench,
+    curve,
+    figures_of,
+    follow,
+    prepare,
+    rl_figures,
+    seconds_to,
+    sft_version,
+    smoothed,
+    without_sft,
+)
 from benchmarks.mbpp_trl import compared
 from rollmill.environments.environment import build_tasks
 from rollmill.runs.run import RunDirectory

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rollmill
-from benchmarks.growth_weights import Requests, shards_of, version_of
+from benchmarks.growth import Requests, shards_of, version_of
 from rollmill.inference.engine_sections import EnginesSection, engine_specs
 from rollmill.storage.objects import Objects
 from rollmill.training.parallel import token_split as split_module

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.fleet_engine import KIND
+from benchmarks.day_night import KIND
 from rollmill.cli.main import app
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError

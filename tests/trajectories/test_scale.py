@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from benchmarks.growth_weights import Requests
+from benchmarks.growth import Requests
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import StorageError

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.balance import simulate
 from rollmill import telemetry
 from rollmill.config import Config
 from rollmill.errors import ConfigError
@@ -102,6 +101,43 @@ def test_engines_that_do_not_come_are_not_waited_for_for_ever() -> None:
     assert told(idle, 5 * 4) == []
     assert told(idle, 4)[0].startswith("2 → 1 engines (advice): 4 engines are asked for, 2 run; ")
     assert told(Sample(False, []), 100) == []
+
+
+# a trainer takes 10 s per step of 16 groups; engines work while fewer than 32 groups are there, and take 20 s to join
+CAPACITY, GROUPS_PER_STEP, STEP_S, MOST_GROUPS, JOIN_S = 8, 16, 10, 32, 20
+STRETCH_S = 1000
+LOADS = (2.0, 5.0, 1.0)  # seconds of an engine per group, in each stretch
+
+
+class Second(NamedTuple):
+    computes: bool  # the trainer
+    engines: int
+    idle: bool  # the engines
+    reason: str | None = None  # of a change
+
+
+def load(now: int) -> float:
+    return LOADS[min(now // STRETCH_S, len(LOADS) - 1)]
+
+
+def simulate(config: BalanceConfig, seconds: int) -> list[Second]:
+    """Virtual time: what a trainer and its engines do, whose number the code that runs decides."""
+    balancer, engines = Balancer(config, CAPACITY), 1
+    joining, working, groups, left, found = 0, engines, 0.0, 0, []
+    for now in range(seconds):
+        room = groups < MOST_GROUPS
+        working = engines if joining == 0 else min(working, engines)
+        groups += working / load(now) if room else 0.0
+        if left == 0 and groups >= GROUPS_PER_STEP:
+            groups, left = groups - GROUPS_PER_STEP, STEP_S
+        computes, left = left > 0, max(0, left - 1)
+        joining = max(0, joining - 1)
+        told = balancer.add(Sample(computes, [CAPACITY if room else 0] * working), engines)
+        changed = told is not None and told["engines"] != engines
+        found.append(Second(computes, engines, not room, told["reason"] if changed and told else None))
+        if changed and told:
+            engines, joining = told["engines"], JOIN_S
+    return found
 
 
 def test_the_number_of_engines_follows_a_simulated_load_that_shifts() -> None:

@@ -1,10 +1,11 @@
-"""Records the weights of a real RL-like run: `python -m benchmarks.record_deltas [--out FOLDER] [--quick]`.
+"""Records the weights of a real RL-like run: `python -m benchmarks.weights_recordings [--out FOLDER] [--quick]`.
 
 Two small Llama-like models, one dense and one a mixture of experts, are pre-trained briefly on the source of Python's
 standard library, then trained by policy gradient: a few rollouts per step, sampled from the bf16 copy, rewarded for
-matching the file they continue and for balanced brackets. After warm-up steps that fill Adam's averages, a few steps
-at each learning rate are recorded, all from the same start. The masters come out of pre-training in FP32, anywhere
-between two bf16 values. So from the first step on the share of changed elements is that of a long run.
+matching the file they continue and for as many closing as opening brackets. After warm-up steps that fill Adam's
+averages, a few steps at each learning rate are recorded, all from the same start. The masters come out of pre-training
+in FP32, anywhere between two bf16 values. So from the first step on the share of changed elements is that of a long
+run.
 """
 
 from __future__ import annotations
@@ -19,21 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.recordings import (
-    FOLDER,
-    RATES,
-    Version,
-    change_figures,
-    deviation,
-    exponent_entropy,
-    flat,
-    write_version,
-)
+from benchmarks.weights_codec import FOLDER, RATES, Version, write_version
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.models.attention import PackedAttention, packed_positions
 from rollmill.models.config import ModelConfig
@@ -45,7 +35,6 @@ from rollmill.training.optimizers.master_optimizer import MasterOptimizer, learn
 from rollmill.training.rl.advantage import group_advantages, has_signal
 
 DEVIATION = 0.02  # standard deviation of the initial weights, as in large models
-_OPEN, _CLOSE = "([{", ")]}"
 
 
 @dataclass(frozen=True)
@@ -213,8 +202,7 @@ class Trainer:
         prompts, reference = rows[:, : recipe.prompt], rows[:, recipe.prompt :]
         rewards = (answers == reference).mean(1)
         for index, answer in enumerate(answers):
-            text = self.text.tokenizer.decode(answer.tolist())
-            rewards[index] += 0.5 * brackets_fit(self.text.tokenizer.decode(prompts[index].tolist()), text)
+            rewards[index] += 0.5 * balanced(self.text.tokenizer.decode(answer.tolist()))
         return np.concatenate([prompts, answers], 1), torch.cat(logprobs, 1).cpu(), rewards
 
     def _backward(self, sequences: np.ndarray, logprobs: Tensor, advantages: np.ndarray) -> None:
@@ -240,22 +228,8 @@ class Trainer:
         }
 
 
-def brackets_fit(before: str, text: str) -> bool:
-    """Whether the brackets of `text` are balanced: each closes the last open one, and none stays open."""
-    stack = _walk("", before) or ""
-    after = _walk(stack, text)
-    return after is not None and len(after) <= len(stack)
-
-
-def _walk(stack: str, text: str) -> str | None:
-    for character in text:
-        if character in _OPEN:
-            stack += character
-        elif character in _CLOSE:
-            if stack and stack[-1] != _OPEN[_CLOSE.index(character)]:
-                return None
-            stack = stack[:-1]  # a prompt starts in the middle of a file: it may close brackets opened before
-    return stack
+def balanced(text: str) -> bool:
+    return all(text.count(opening) == text.count(closing) for opening, closing in ("()", "[]", "{}"))
 
 
 @torch.no_grad()
@@ -267,68 +241,39 @@ def _scale_to(model: nn.Module, deviation: float, residual: float) -> None:
             parameter.mul_(factor * deviation / parameter.std())
 
 
-def record(folder: Path, recipe: Recipe, kind: str, text: Text, device: str) -> dict:
-    """Records one model: files under FOLDER/KIND. Returns its entry in recording.json."""
+def record(folder: Path, recipe: Recipe, kind: str, text: Text, device: str) -> dict[str, int]:
+    """Records one model: files under FOLDER/KIND. Returns the number of recorded steps per learning rate."""
     began = time.perf_counter()
     trainer = Trainer(recipe, kind, text, device)
     loss = trainer.pretrain()
     trainer.begin_policy_gradient()
     start, start_state = trainer.version(), {k: v.clone() for k, v in trainer.optimizer.state().items()}
     write_version(folder / kind / "start.safetensors", start)
-    rates: dict[str, list[dict[str, float]]] = {}
     for rate in recipe.rates:
         trainer.optimizer.load(start_state)
-        before, rates[rate] = flat(start), []
         for number in range(1, recipe.kept_steps + 1):
-            reward = trainer.step(float(rate))
-            version = trainer.version()
-            write_version(folder / kind / f"{rate}.{number}.safetensors", version)
-            after = flat(version)
-            rates[rate].append({**change_figures(before, after), "reward": reward})
-            before = after
-    matrices = flat(start, [name for name, bits in start.items() if bits.ndim > 1])
-    return {
-        "parameters": int(flat(start).size),
-        "loss": loss,
-        "deviation": deviation(matrices),
-        "exponent_entropy": exponent_entropy(matrices),
-        "seconds": time.perf_counter() - began,
-        "rates": rates,
-    }
+            trainer.step(float(rate))
+            write_version(folder / kind / f"{rate}.{number}.safetensors", trainer.version())
+    print(f"{kind}: loss {loss:.2f}, {time.perf_counter() - began:.0f} s", flush=True)
+    return dict.fromkeys(recipe.rates, recipe.kept_steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="default: .recordings/full or .recordings/quick")
     parser.add_argument("--quick", action="store_true", help="smaller models, three learning rates")
-    parser.add_argument(
-        "--threads", type=int, help="default: 2, with --quick 1: small products do not gain from more threads"
-    )
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads or (1 if arguments.quick else 2))
+    torch.set_num_threads(1 if arguments.quick else 2)  # small products do not gain from more
     recipe = QUICK if arguments.quick else Recipe()
     folder = arguments.out or FOLDER / ("quick" if arguments.quick else "full")
     making = folder.with_name(f"{folder.name}.making")
     shutil.rmtree(making, ignore_errors=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = Text.read(recipe)
-    models = {}
-    for kind in ("dense", "moe"):
-        models[kind] = record(making, recipe, kind, text, device)
-        print(f"{kind}: {models[kind]['seconds']:.0f} s", flush=True)
-    (making / "recording.json").write_text(json.dumps({"quick": arguments.quick, "models": models}, indent=1))
+    models = {kind: record(making, recipe, kind, text, device) for kind in ("dense", "moe")}
+    (making / "recording.json").write_text(json.dumps(models, indent=1))
     shutil.rmtree(folder, ignore_errors=True)
     making.rename(folder)  # an interrupted recording has another name
-    table = Table(title=f"recorded in {folder}: one step of RL")
-    for column in ("model", "parameters", "σ", "exponent bits", "lr", "changed %", "of it ±1 ULP %"):
-        table.add_column(column)
-    for kind, about in models.items():
-        for rate, steps in about["rates"].items():
-            changed, one = (np.mean([step[key] for step in steps]) for key in ("changed", "one_ulp"))
-            size = f"{about['parameters'] / 1e6:.1f} M"
-            shape = (f"{about['deviation']:.4f}", f"{about['exponent_entropy']:.2f}")
-            table.add_row(kind, size, *shape, rate, f"{100 * changed:.3f}", f"{100 * one:.1f}")
-    Console().print(table)
 
 
 if __name__ == "__main__":
