@@ -59,7 +59,7 @@ def test_the_figures_of_events() -> None:
 
 
 def read_figures(path: Path) -> list[tuple[str, int, float, float]]:
-    """Tag, step, value and time of each figure in a file of TensorBoard: records of length, checksum, event, checksum."""
+    """Tag, step, value and time of each figure in TensorBoard's file: records of length, checksum, event, checksum."""
     data, found = path.read_bytes(), []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
