@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from rollmill.cli.config import print_config
 from rollmill.cli.main import app
-from rollmill.cli.reference import pages, routes
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError
 from rollmill.gateway.watching.metrics import METRICS
 from rollmill.reference import find_sections, sections, setting_paths, to_toml
 from rollmill.runs.run import RunConfig
+from scripts.reference_pages import pages, routes
 from tests.test_repo import (
     DOCUMENTS,
     EXAMPLES,

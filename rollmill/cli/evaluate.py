@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress as Bars
+from rich.table import Table
 
 from rollmill.cli.environments.rollout_command import SERVED_MODEL, KeyOption, ModelNameOption, ModelOption
-from rollmill.cli.target import VersionOption
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from rollmill.cli.settings import Settings
-    from rollmill.evals.evaluation import Conduct, EvalResult
-    from rollmill.evals.suite import EvalConfig
-    from rollmill.rollouts.agent_endpoint import Endpoint
+from rollmill.cli.progress import Progress
+from rollmill.cli.settings import Settings, read_settings
+from rollmill.cli.target import VersionOption, find_target
+from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.evals import evaluation as evals
+from rollmill.evals.evaluation import Conduct, EvalResult
+from rollmill.evals.model_endpoint import evaluate_endpoint
+from rollmill.evals.suite import EvalConfig
+from rollmill.launch import services
+from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
+from rollmill.runs.opening import open_with_index
 
 SHOWN = 40  # tasks in the table
 
@@ -51,15 +59,8 @@ def evaluate(
 
         rollmill eval examples/micro.toml --model http://127.0.0.1:8000/v1 --tasks 16
     """
-    from rollmill.cli.progress import Progress
-    from rollmill.cli.target import find_target
-    from rollmill.launch.services import evaluate, serving
-    from rollmill.runs.opening import open_with_index
 
     if model is not None:
-        from rollmill.cli.settings import read_settings
-        from rollmill.rollouts.agent_endpoint import Endpoint
-
         endpoint = Endpoint(model, key or "", model_name)
         _show(endpoint.url, _evaluate_endpoint(read_settings(directory), endpoint, tasks, attempts), json)
         return
@@ -68,10 +69,10 @@ def evaluate(
     target = find_target(run, version).pinned()
     try:
         with (
-            serving(run, target, "eval") as (service, cluster),
+            services.serving(run, target, "eval") as (service, cluster),
             Progress(service.events, [f"evaluate {target}"], title=f"rollmill · {directory}") as progress,
         ):
-            results = evaluate(service, cluster, suite, target.version, progress.update)
+            results = services.evaluate(service, cluster, suite, target.version, progress.update)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was recorded as a result", err=True)
         raise typer.Exit(130) from None
@@ -81,20 +82,10 @@ def evaluate(
 def _evaluate_endpoint(
     config: Settings, endpoint: Endpoint, tasks: int | None, attempts: int | None
 ) -> list[EvalResult]:
-    import asyncio
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from rollmill.environments.environment import build_tasks, open_environment
-    from rollmill.evals import evaluation as evals
-    from rollmill.evals.model_endpoint import evaluate_endpoint
-    from rollmill.rollouts.agent_endpoint import EndpointProxy
-
     suite = limited_suite(config.evals, tasks, attempts)
     examination = evals.Examination(config.name, "endpoint", 0, config.rollouts.max_answer_tokens, config.seed)
 
-    async def work(bar: Progress) -> list[EvalResult]:
+    async def work(bar: Bars) -> list[EvalResult]:
         shown = bar.add_task(f"evaluate {endpoint.url}", total=None)
 
         def tell(progress: evals.Progress) -> None:
@@ -108,7 +99,7 @@ def _evaluate_endpoint(
                 )
 
     console = Console(stderr=True)
-    with Progress(*Progress.get_default_columns(), console=console) as bar:
+    with Bars(*Bars.get_default_columns(), console=console) as bar:
         return asyncio.run(work(bar))
 
 
@@ -122,11 +113,6 @@ def limited_suite(configured: EvalConfig, tasks: int | None, attempts: int | Non
 
 
 def _show(title: str, results: list[EvalResult], json: bool) -> None:
-    from dataclasses import asdict
-    from json import dumps
-
-    from rich.console import Console
-
     if json:
         typer.echo(dumps({"evaluated": title, "results": [asdict(result) for result in results]}))
         return
@@ -193,8 +179,6 @@ def _figures(made: list[Conduct]) -> tuple[str, str, str]:
 
 
 def _rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold", justify="right" if number else "left")

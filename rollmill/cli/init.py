@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rollmill.errors import ConfigError
+
 _SUFFIX = ".txt"  # of the templates, so that no tool takes them for modules of Rollmill
 
 
@@ -20,8 +22,6 @@ def init(
 
         rollmill init my-env
     """
-    from rollmill.errors import ConfigError
-
     files = templates()
     try:
         directory.mkdir(parents=True, exist_ok=True)

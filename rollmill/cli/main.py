@@ -1,11 +1,14 @@
-"""The `rollmill` command. Wiring only: each command has its own module, which imports what it needs when called."""
+"""The `rollmill` command. Wiring only: each command has its own module, imported when it is called."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import inspect
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from textwrap import TextWrapper, dedent, indent
 from typing import Annotated, Any
 
@@ -13,18 +16,6 @@ import typer
 from typer.core import TyperGroup
 
 from rollmill import __version__
-from rollmill.cli import config, dashboard, demo, doctor, evaluate, init, model, plan, runs, train, weights
-from rollmill.cli.environments import image_commands as images
-from rollmill.cli.environments import machine_commands as machines
-from rollmill.cli.environments import reward_commands as rewards
-from rollmill.cli.environments import rollout_command as rollout
-from rollmill.cli.environments import task_commands as tasks
-from rollmill.cli.experience import session_commands as sessions
-from rollmill.cli.experience import trajectory_commands as trajectories
-from rollmill.cli.serving import cycle_commands as cycle
-from rollmill.cli.serving import gate_command as gate
-from rollmill.cli.serving import key_commands as keys
-from rollmill.cli.serving import serve
 from rollmill.errors import RollmillError
 
 HELP = """Train your own agent model inside your own product.
@@ -51,42 +42,120 @@ class Group(TyperGroup):
             formatter.write_dl(rows)
 
 
+# name → the function of the command or the group of commands, and what it does
+COMMANDS = {
+    "demo": (
+        "demo:demo",
+        "Mid-train a small mixture of experts, train it with RL on coding tasks, and report what it learned.",
+    ),
+    "train": ("train:train", "Train a model: every stage of the run in order, then a report."),
+    "eval": (
+        "evaluate:evaluate",
+        "Evaluate a version on held-out tasks: pass@1 and mean reward with 95 % intervals, pass@k, by family and by "
+        "task.",
+    ),
+    "gate": (
+        "serving.gate_command:gate",
+        "Compare a version with the live one on held-out tasks, and say whether it may become live.",
+    ),
+    "rollout": (
+        "environments.rollout_command:rollout",
+        "Play one episode, and print its transcript, reward and evidence.",
+    ),
+    "serve": (
+        "serving.serve:serve",
+        "Serve a model: production traffic through a gateway, every conversation recorded.",
+    ),
+    "plan": (
+        "plan:plan_run",
+        "Estimate memory, tokens per second and weight traffic of a run's RL stage on GPUs, and divide them.",
+    ),
+    "runs": ("runs:runs", "List the runs: state, stage and step, result, age and size."),
+    "status": ("runs:status", "Show one run: its state, the processes that use it, its figures and files."),
+    "dashboard": (
+        "dashboard:dashboard",
+        "Show a run, or a store, as a live page: figures, processes, queues, costs, versions, trajectories.",
+    ),
+    "logs": ("runs:logs", "Print the end of a role's log."),
+    "stop": ("runs:stop", "Stop everything that uses a run: its training, and what `serve` and `eval` run beside it."),
+    "scale": ("runs:scale", "Change how many engines a run has, while it trains."),
+    "rm": ("runs:remove", "Delete a run directory with all its weights and trajectories."),
+    "init": ("init:init", "Write a working start for tasks and a reward of your own: change it step by step."),
+    "config": ("config:show_settings", "Explain the settings of a RUN.toml: type, default, and what each one does."),
+    "doctor": ("doctor:doctor", "Check what this machine has, what it lacks, and what to do about it."),
+    "cycle": (
+        "serving.cycle_commands:app",
+        "Real-time RL: collect, distil, train, gate, canary, then promote, hold or roll back.",
+    ),
+    "tasks": ("environments.task_commands:app", "Look at the tasks of a run, and check them on real machines."),
+    "images": ("environments.image_commands:app", "Build, list, share and remove machine images."),
+    "machines": (
+        "environments.machine_commands:app",
+        "Set up virtual machines, and see which kinds of machines work here.",
+    ),
+    "model": ("model:app", "Models: get one, look at one, turn a dense one into a mixture of experts."),
+    "weights": (
+        "weights.weights_commands:app",
+        "Versions of the weights: list, compare, verify, export, import, copy and clean up.",
+    ),
+    "trajectories": (
+        "experience.trajectory_commands:app",
+        "Read and export what agents did, which weights sampled it, and how it was graded.",
+    ),
+    "sessions": ("experience.session_commands:app", "Look at the sessions of a run's gateways."),
+    "rewards": ("environments.reward_commands:app", "Grade stored trajectories again, and measure judges."),
+    "keys": ("serving.key_commands:app", "Make, list and revoke API keys of a run's gateway."),
+}
+
+
+class Loaded(Mapping[str, Any]):
+    """The commands by name. The module of one is imported when it is looked up, and not for a list of their names."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+@functools.cache
+def _load(name: str) -> Any:
+    place, meaning = COMMANDS[name]
+    module, _, attribute = place.partition(":")
+    found = getattr(import_module(f"rollmill.cli.{module}"), attribute)
+    alone = typer.Typer(rich_markup_mode=None)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name, help=meaning, no_args_is_help=True)
+    else:
+        alone.command(name)(found)
+    _keep_examples(alone)
+    return typer.main.get_group(alone).commands[name]
+
+
+class Rollmill(Group):
+    """The whole command: it has no other commands than those of the table."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = Loaded()
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, meaning) for name, (_, meaning) in COMMANDS.items()])
+
+
 app = typer.Typer(
     name="rollmill",
-    cls=Group,
+    cls=Rollmill,
     help=HELP,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # typer's boxes of rich need 170 modules more, most of them for Markdown
 )
-app.command("demo")(demo.demo)
-app.command("train")(train.train)
-app.command("eval")(evaluate.evaluate)
-app.command("gate")(gate.gate)
-app.command("rollout")(rollout.rollout)
-app.command("serve")(serve.serve)
-app.command("plan")(plan.plan_run)
-app.command("runs")(runs.runs)
-app.command("status")(runs.status)
-app.command("dashboard")(dashboard.dashboard)
-app.command("logs")(runs.logs)
-app.command("stop")(runs.stop)
-app.command("scale")(runs.scale)
-app.command("rm")(runs.remove)
-app.command("init")(init.init)
-app.add_typer(cycle.app, name="cycle")
-app.add_typer(tasks.app, name="tasks")
-app.add_typer(images.app, name="images")
-app.add_typer(machines.app, name="machines")
-app.add_typer(model.app, name="model")
-app.add_typer(weights.app, name="weights")
-app.add_typer(trajectories.app, name="trajectories")
-app.add_typer(sessions.app, name="sessions")
-app.add_typer(rewards.app, name="rewards")
-app.add_typer(keys.app, name="keys")
-app.command("config")(config.show_settings)
-app.command("doctor")(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -121,9 +190,6 @@ def _keep_examples(group: typer.Typer) -> None:
         if below.typer_instance is not None:
             below.typer_instance.info.cls = Group
             _keep_examples(below.typer_instance)
-
-
-_keep_examples(app)
 
 
 # What a user can do about an error of the operating system. Any other one is a fault of ours, with its traceback.

@@ -6,13 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich import box, filesize
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rollmill.chat.formats.choice import format_beside
+from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rollmill.models.huggingface.convert import HuggingFaceModel
 
-app = typer.Typer(help="Models: get one, look at one, turn a dense one into a mixture of experts.")
+app = typer.Typer()
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIRECTORY", help="a checkpoint directory (config.json, *.safetensors, tokenizer)")
@@ -37,8 +44,6 @@ def get(
         rollmill model get smollm2-135m
         rollmill model get ./checkpoint --to models/mine
     """
-    from rich.console import Console
-
     from rollmill.models.get import get_model
     from rollmill.models.huggingface.convert import open_checkpoint
 
@@ -56,8 +61,6 @@ def show(directory: Directory) -> None:
 
         rollmill model show models/smollm2-135m
     """
-    from rich.console import Console
-
     from rollmill.models.huggingface.convert import open_checkpoint
 
     Console().print(_table(open_checkpoint(directory)))
@@ -84,8 +87,6 @@ def upcycle(
 
         rollmill model upcycle models/smollm2-135m models/moe --experts 4 --per-token 2
     """
-    from rich.console import Console
-
     from rollmill.models.upcycle import Upcycle, upcycle
 
     how = Upcycle(experts, per_token, every, noise, seed)
@@ -93,10 +94,6 @@ def upcycle(
 
 
 def _table(checkpoint: HuggingFaceModel) -> Table:
-    from rich import box, filesize
-    from rich.markup import escape
-    from rich.table import Table
-
     files, layout, model = checkpoint.files, checkpoint.layout, checkpoint.layout.model
     table = Table(title=escape(str(files.directory)), title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     rows = {
@@ -137,8 +134,6 @@ def _attention(checkpoint: HuggingFaceModel) -> str:
 
 
 def _tokenizer(directory: Path) -> str:
-    from rollmill.chat.tokenizer import Tokenizer
-
     path = directory / "tokenizer.json"
     if not path.exists():
         return "no tokenizer.json: text cannot be turned into tokens"
@@ -147,11 +142,6 @@ def _tokenizer(directory: Path) -> str:
 
 
 def _chat(directory: Path) -> str:
-    from rollmill.chat.formats.choice import format_beside
-    from rollmill.chat.formats.template import TemplateFormat
-    from rollmill.chat.tokenizer import Tokenizer
-    from rollmill.errors import ConfigError
-
     path = directory / "tokenizer.json"
     if not path.exists():
         return "none"

@@ -7,13 +7,16 @@ The other sections are not validated; a section that does not exist is still an 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
-from rollmill.environments.environment import Sections
+from pydantic import create_model
 
-if TYPE_CHECKING:
-    from rollmill.evals.suite import EvalConfig
-    from rollmill.rollouts.config import RolloutConfig
+from rollmill.config import Config, load_config
+from rollmill.environments.environment import Sections, find_parts
+from rollmill.evals.suite import EvalConfig
+from rollmill.rollouts.config import RolloutConfig, check_reward_times
+from rollmill.runs.opening import open_run
+from rollmill.runs.run import RunConfig
 
 _USED = ("name", "seed", "modules", "tasks", "harness", "machine", "pool", "rewards", "rollouts", "evals")
 
@@ -31,14 +34,6 @@ class Settings(Sections, Protocol):
 
 def read_settings(path: Path) -> Settings:
     """The environment of a TOML file or of a run directory."""
-    from pydantic import create_model
-
-    from rollmill.config import Config, load_config
-    from rollmill.environments.environment import find_parts
-    from rollmill.rollouts.config import check_reward_times
-    from rollmill.runs.opening import open_run
-    from rollmill.runs.run import RunConfig
-
     if path.is_dir():
         return open_run(path).config
 
@@ -51,6 +46,6 @@ def read_settings(path: Path) -> Settings:
     fields: dict[str, Any] = {
         name: (field.annotation, field) for name, field in RunConfig.model_fields.items() if name in _USED
     }
-    settings = cast(Settings, load_config(create_model("Environment", __base__=Environment, **fields), path))
+    settings = cast("Settings", load_config(create_model("Environment", __base__=Environment, **fields), path))
     check_reward_times(settings.rewards, settings.rollouts.grading_timeout_s)
     return settings

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollmill import __version__
+from rollmill.cli import main as command
 from tests.cli.conftest import Told
 from tests.cli.test_runs import finished_run
 from tests.test_repo import ROOT
@@ -93,6 +94,12 @@ def test_an_error_is_two_lines_and_exit_code_1() -> None:
     assert error == "error: config: absent.toml does not exist" and hint.startswith("hint: ")
 
 
+def test_the_list_of_commands_says_what_each_does() -> None:
+    """The list is a table, so that `--help` imports no command: its sentences are those of the commands themselves."""
+    for name, (_, meaning) in command.COMMANDS.items():
+        assert command.Loaded()[name].get_short_help_str(1000) == meaning
+
+
 def test_help_imports_little() -> None:
     """What `rollmill --help` loads: modules are counted, because seconds depend on the host."""
     show = "import sys; sys.argv = ['rollmill', '--help']\nfrom rollmill.cli.main import main\n"
@@ -102,4 +109,5 @@ def test_help_imports_little() -> None:
     assert "usage" in done.stdout.lower() and "rollmill.cli.main" in loaded
     assert not {"asyncio", "sqlite3", "pydantic", "sqlalchemy", "numpy", "torch", "aiohttp"} & set(loaded)
     assert not {"rich", "markdown_it", "pygments"} & set(loaded)
+    assert not [name for name in loaded if name.startswith("rollmill.cli.") and name != "rollmill.cli.main"]
     assert len(loaded) < 250, len(loaded)

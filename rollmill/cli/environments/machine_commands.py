@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from aiohttp import web
+from rich.console import Console
+from rich.table import Table
 
-app = typer.Typer(help="Set up virtual machines, and see which kinds of machines work here.", no_args_is_help=True)
+from rollmill.cli.doctor import probe_machines
+from rollmill.cli.environments import machine_shell
+from rollmill.config import validate_config
+from rollmill.errors import ConfigError
+from rollmill.kinds import build
+from rollmill.machines import fidelity as measure
+from rollmill.machines.emulation_probe import try_emulation
+from rollmill.machines.fidelity import look
+from rollmill.machines.images.build import keep_fidelity
+from rollmill.machines.machine import MachineSection
+from rollmill.machines.namespace.emulation import other
+from rollmill.machines.qemu.setup import set_up
+from rollmill.machines.remote.app import make_app, serve_outwards
+from rollmill.machines.remote.service import Service
+from rollmill.runs.free_ports import held_port
+from rollmill.tls import server_context
+
+app = typer.Typer()
 
 
 @app.command("setup")
@@ -26,8 +49,6 @@ def setup(
     QEMU is installed with apt-get, which needs root. Without root, this prints the command to run. The kernel is only
     unpacked into your cache directory. What is already there stays as it is.
     """
-    from rollmill.machines.qemu.setup import set_up
-
     set_up(typer.echo, architecture)
     typer.echo("`rollmill machines doctor` tries it")
 
@@ -42,15 +63,6 @@ def doctor() -> None:
 
     The exit code is 1 if no kind works.
     """
-    import asyncio
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from rollmill.cli.doctor import probe_machines
-    from rollmill.machines.emulation_probe import try_emulation
-    from rollmill.machines.namespace.emulation import other
-
     table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore")
     reasons = []  # below the table: a sentence is hard to read in a narrow column
     tried = probe_machines()
@@ -98,14 +110,6 @@ def fidelity(
     notice an artificial environment behave differently in it. The score is kept with a built image. The default
     reference is written by hand; `python probe.py > laptop.json` records one.
     """
-    import asyncio
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from rollmill.machines import fidelity as measure
-    from rollmill.machines.images.build import keep_fidelity
-
     if print_probe:
         print(measure.probe_source(), end="")
         return
@@ -120,11 +124,6 @@ def fidelity(
 
 
 async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
-    from rollmill.config import validate_config
-    from rollmill.kinds import build
-    from rollmill.machines.fidelity import look
-    from rollmill.machines.machine import MachineSection
-
     host = build(validate_config(MachineSection, {"kind": kind}, "--kind"))
     try:
         machine = await host.create(image)
@@ -159,12 +158,6 @@ def shell(
     The machine of an episode is made as graders get it: the files of the task, and what the episode handed in over
     them. The machine ends with the shell, and nothing of it is kept.
     """
-    import asyncio
-    import sys
-
-    from rollmill.cli.environments import machine_shell
-    from rollmill.errors import ConfigError
-
     if (run is None) != (episode is None):
         raise ConfigError("--run and --episode go together", hint="`rollmill trajectories list RUN` shows ids")
     if command is None and not sys.stdin.isatty():
@@ -211,20 +204,6 @@ def serve(
     E2B_SANDBOX_URL set to the URL, and E2B_API_KEY set to the key. Images are those of this host. A host
     that cannot be reached connects outwards with --connect to the URL of a run that has `listen` in [machine].
     """
-    import asyncio
-    import os
-
-    from aiohttp import web
-
-    from rollmill.config import validate_config
-    from rollmill.errors import ConfigError
-    from rollmill.kinds import build
-    from rollmill.machines.machine import MachineSection
-    from rollmill.machines.remote.app import make_app, serve_outwards
-    from rollmill.machines.remote.service import Service
-    from rollmill.runs.free_ports import held_port
-    from rollmill.tls import server_context
-
     key = os.environ.get("ROLLMILL_MACHINES_KEY", "")
     if len(key) < 16:
         raise ConfigError(

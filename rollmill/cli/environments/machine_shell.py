@@ -9,12 +9,22 @@ import re
 import shutil
 import signal
 import sys
+import termios
+import tty
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rollmill.machines.machine import Machine, Process
+from rollmill.config import validate_config
+from rollmill.environments.environment import build_tasks
+from rollmill.environments.rewards.clean import DoesNotFit, clean_machine
+from rollmill.errors import ConfigError
+from rollmill.kinds import build
+from rollmill.machines.machine import Machine, MachineSection, Process
+from rollmill.rollouts.hand_in import load_hand_in
+from rollmill.runs.opening import open_with_index
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 _KEPT = 1 << 18  # bytes of output that a machine keeps: of a flood between two looks the middle is not shown
 _LOOK_S = 0.03
@@ -23,10 +33,6 @@ _CUT = re.compile(rb"\n\[\xe2\x80\xa6 (\d+) bytes cut\]\n")
 
 @contextlib.asynccontextmanager
 async def machine_of(image: str, kind: str) -> AsyncIterator[Machine]:
-    from rollmill.config import validate_config
-    from rollmill.kinds import build
-    from rollmill.machines.machine import MachineSection
-
     host = build(validate_config(MachineSection, {"kind": kind}, "--kind"))
     try:
         machine = await host.create(image)
@@ -41,16 +47,6 @@ async def machine_of(image: str, kind: str) -> AsyncIterator[Machine]:
 @contextlib.asynccontextmanager
 async def machine_of_episode(run_dir: Path, trajectory: str) -> AsyncIterator[Machine]:
     """As graders get it: the files of the task, and over them what the episode handed in."""
-    from rollmill.environments.environment import build_tasks
-    from rollmill.environments.rewards.clean import DoesNotFit, clean_machine
-    from rollmill.errors import ConfigError
-    from rollmill.kinds import build
-    from rollmill.rollouts.hand_in import load_hand_in
-    from rollmill.runs.opening import open_with_index
-    from rollmill.storage.database import open_database
-    from rollmill.storage.objects import Objects
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
-
     run = open_with_index(run_dir)
     objects = Objects.open(run.home_store)
     row = TrajectoryStore(open_database(run.database_url), objects).get(trajectory)
@@ -126,9 +122,6 @@ def _since(output: bytes, seen: int, *, truncated: bool) -> tuple[bytes, int]:
 
 @contextlib.contextmanager
 def _raw_terminal() -> Iterator[None]:
-    import termios
-    import tty
-
     before = termios.tcgetattr(0)
     tty.setraw(0)
     try:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rollmill.environments.part_sections import RewardSection
-    from rollmill.environments.rewards.judge_bias import Bias
-    from rollmill.rollouts.regrade import Regraded
-    from rollmill.runs.run import RunDirectory
-    from rollmill.trajectories.query import TrajectoryQuery
+from rollmill.config import load_config
+from rollmill.environments.environment import build_grader, build_tasks
+from rollmill.environments.part_sections import RewardSection, RewardsFile
+from rollmill.environments.rewards.judge import Judge
+from rollmill.environments.rewards.judge_bias import Bias, measure_bias
+from rollmill.errors import ConfigError
+from rollmill.kinds import build
+from rollmill.rollouts.hand_in import graded_episode, load_hand_in
+from rollmill.rollouts.regrade import Regraded, Regrading
+from rollmill.runs.opening import open_with_index
+from rollmill.runs.run import RunDirectory
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.gradings import begin_grading
+from rollmill.trajectories.query import TrajectoryQuery
+from rollmill.trajectories.trajectory_store import TrajectoryStore
 
-app = typer.Typer(help="Grade stored trajectories again, and measure judges.", no_args_is_help=True)
+app = typer.Typer()
 
 _SHOWN = 20  # trajectories with another reward that are listed
 
@@ -44,11 +58,6 @@ def replay(
         rollmill rewards replay runs/demo --dry-run
         rollmill rewards replay runs/demo --rewards stricter.toml --task fix/
     """
-    import asyncio
-
-    from rollmill.runs.opening import open_with_index
-    from rollmill.trajectories.query import TrajectoryQuery
-
     run = open_with_index(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
     query = TrajectoryQuery(None, "graded", group, split, task_prefix=task, of_run=run.id, limit=limit)
@@ -74,13 +83,6 @@ def bias(
 
         rollmill rewards bias runs/demo --rewards judge.toml --count 50
     """
-    import asyncio
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from rollmill.runs.opening import open_with_index
-
     run = open_with_index(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
     table = Table("judge", "shown", "change of the value", "error", "")
@@ -93,17 +95,6 @@ def bias(
 async def _measure(
     run: RunDirectory, sections: tuple[RewardSection, ...], count: int, filler: int
 ) -> list[tuple[str, list[Bias]]]:
-    from rollmill.environments.environment import build_tasks
-    from rollmill.environments.rewards.judge import Judge
-    from rollmill.environments.rewards.judge_bias import measure_bias
-    from rollmill.errors import ConfigError
-    from rollmill.kinds import build
-    from rollmill.rollouts.hand_in import graded_episode, load_hand_in
-    from rollmill.storage.database import open_database
-    from rollmill.storage.objects import Objects
-    from rollmill.trajectories.query import TrajectoryQuery
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
-
     judges = [each for each in map(build, sections) if isinstance(each, Judge)]
     objects = Objects.open(run.home_store)
     store = TrajectoryStore(open_database(run.database_url), objects)
@@ -124,9 +115,6 @@ async def _measure(
 
 
 def _read_rewards(path: Path) -> tuple[RewardSection, ...]:
-    from rollmill.config import load_config
-    from rollmill.environments.part_sections import RewardsFile
-
     return load_config(RewardsFile, path).rewards
 
 
@@ -134,16 +122,6 @@ async def _replay(
     run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool, changed_tasks: bool
 ) -> tuple[int | None, list[Regraded]]:
     """The number of the new grading, and its groups."""
-    from rich.progress import Progress
-
-    from rollmill.environments.environment import build_grader, build_tasks
-    from rollmill.kinds import build
-    from rollmill.rollouts.regrade import Regrading
-    from rollmill.storage.database import open_database
-    from rollmill.storage.objects import Objects
-    from rollmill.trajectories.gradings import begin_grading
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
-
     engine, objects = open_database(run.database_url), Objects.open(run.home_store)
     store = TrajectoryStore(engine, objects)
     tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
@@ -162,9 +140,6 @@ async def _replay(
 
 
 def _print(graded: list[Regraded], number: int | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False, markup=False)
     pairs = [pair for each in graded if not each.problem for pair in zip(each.old, each.new, strict=True)]
     if not graded:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rollmill.cli.settings import Settings
-    from rollmill.environments.task import Task, TaskSet
-    from rollmill.rollouts.check_task import TaskCheck
+from rollmill.cli.settings import Settings, read_settings
+from rollmill.environments.environment import build_grader
+from rollmill.environments.task import Task, TaskSet
+from rollmill.errors import ConfigError
+from rollmill.kinds import build
+from rollmill.rollouts.check_task import TaskCheck, check_task
 
-app = typer.Typer(help="Look at the tasks of a run, and check them on real machines.", no_args_is_help=True)
+app = typer.Typer()
 
 Source = Annotated[Path, typer.Argument(metavar="RUN", help="a RUN.toml or a run directory", show_default=False)]
 Count = Annotated[
@@ -39,9 +45,6 @@ def list_tasks(
 
         rollmill tasks list run.toml --split heldout
     """
-    from rich.console import Console
-    from rich.table import Table
-
     _, tasks = _open(source)
     table = Table("id", "split", "family", "tags")
     for task in _every(tasks, split, count):
@@ -102,8 +105,6 @@ def check_tasks(
         rollmill tasks check run.toml
         rollmill tasks check run.toml --task greet --repeat 5
     """
-    import asyncio
-
     config, tasks = _open(source, quiet=True)
     chosen = [tasks.get(task_id)] if task_id is not None else list(_every(tasks, split, count))
     width = max((len(task.id) for task in chosen), default=4)
@@ -137,15 +138,6 @@ def check_tasks(
 
 
 async def _check(config: Settings, tasks: list[Task], repeat: int, show: Callable[[TaskCheck], None]) -> None:
-    import asyncio
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from rollmill.environments.environment import build_grader
-    from rollmill.kinds import build
-    from rollmill.rollouts.check_task import check_task
-
     grader = build_grader(config.rewards)
     machines, slots = build(config.machine), asyncio.Semaphore(_AT_ONCE)
     with Progress(transient=True, console=Console(stderr=True)) as progress:
@@ -183,8 +175,6 @@ def _weak_tasks(checks: list[TaskCheck]) -> list[str]:
 
 def _weaknesses(config: Settings) -> list[str]:
     """What each reward cannot protect, as it says itself."""
-    from rollmill.kinds import build
-
     graders = [build(section) for section in config.rewards]
     unsaid = "it does not say (`cannot_protect`)"
     return [f"reward {each.name} cannot protect: {getattr(each, 'cannot_protect', unsaid)}" for each in graders]
@@ -192,10 +182,6 @@ def _weaknesses(config: Settings) -> list[str]:
 
 def _open(source: Path, *, quiet: bool = False) -> tuple[Settings, TaskSet]:
     """With `quiet`, the caller shows the problems of the tasks, so that they are not logged."""
-    from rollmill.cli.settings import read_settings
-    from rollmill.errors import ConfigError
-    from rollmill.kinds import build
-
     config = read_settings(source)
     if config.tasks is None:
         raise ConfigError(f"{source} has no [tasks]", hint="`rollmill config tasks` explains the section")

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from importlib import import_module
 
 from pydantic_core import PydanticUndefined
+
+from rollmill.environments.tasks import jsonl
+from rollmill.environments.tasks import task_directory as directory
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 
 _KINDS = (("calls", "calls"), ("script", "script"), ("pytest", "pytest_suite"))  # grading kind, module of rewards/
 
 
 def task_files() -> Iterator[str]:
     """Blocks of Markdown."""
-    from importlib import import_module
-
-    from rollmill.environments.tasks import jsonl
-    from rollmill.environments.tasks import task_directory as directory
-    from rollmill.environments.tasks.task_splits import TaskFileConfig
-
     yield "# Task files\n"
     yield (
         "Tasks are written as lines of JSON, as directories, or as a class of your own (`ListedTasks`).\n"

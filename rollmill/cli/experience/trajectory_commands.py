@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cli.admit import print_verdicts, select
+from rollmill.cli.experience import transcripts as transcript
 from rollmill.cli.experience.filters import (
     LengthRange,
     RewardRange,
@@ -25,22 +33,23 @@ from rollmill.cli.experience.filters import (
     one_state,
     query_of,
 )
-from rollmill.errors import ConfigError, StorageError, TrajectoryError
+from rollmill.cli.experience.transcripts import STATES, duration, reward_text, safe, versions
+from rollmill.errors import ConfigError, GatewayError, StorageError, TrajectoryError
+from rollmill.gateway.sessions.forgetting import forget_in_log
+from rollmill.gateway.sessions.registry import pseudonym, read_open_session
+from rollmill.rollouts.gateway_client import GatewayClient
+from rollmill.runs.admit_experience import admit_trajectories
+from rollmill.runs.opening import open_run, open_with_index
+from rollmill.runs.run import RunDirectory
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.tls import trust
+from rollmill.trajectories.export import export_trajectories
+from rollmill.trajectories.table_rows import TrajectoryRow
+from rollmill.trajectories.trajectory_store import TrajectoryStore
+from rollmill.types import Trajectory
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from rollmill.chat.tokenizer import Tokenizer
-    from rollmill.runs.run import RunDirectory
-    from rollmill.trajectories.table_rows import TrajectoryRow
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
-    from rollmill.types import Trajectory
-
-app = typer.Typer(
-    help="Read and export what agents did, which weights sampled it, and how it was graded.", no_args_is_help=True
-)
+app = typer.Typer()
 
 RunDir = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="a run directory; default: the newest one under runs/")
@@ -78,8 +87,6 @@ def list_trajectories(
         rollmill trajectories list runs/demo --failed
         rollmill trajectories list runs/demo --solved --split heldout --sort length
     """
-    from rich.console import Console
-
     query = query_of(one_state(state, failed), solved, reward, length, task, version, split, sort, limit + 1)
     _, store = _open(run_dir, database, "memory://")  # the index alone: no payload is read
     check_split(store, split)
@@ -128,8 +135,6 @@ def export(
         rollmill trajectories export runs/demo solved.jsonl --solved
         rollmill trajectories export runs/demo tokens.parquet --format parquet --reward 0.5..
     """
-    from rollmill.trajectories.export import export_trajectories
-
     if format not in ("openai", "parquet"):
         raise ConfigError(f"--format {format!r} is unknown", hint="openai or parquet")
     query = query_of(one_state(state, False), solved, reward, length, task, version, split, sort, None)
@@ -181,10 +186,6 @@ def admit(
         rollmill trajectories admit runs/second --from runs/first --version rl@30.. --wait 60
         rollmill trajectories admit runs/served live-1f0c…
     """
-    from rollmill.cli.admit import print_verdicts, select
-    from rollmill.runs.admit_experience import admit_trajectories
-    from rollmill.runs.opening import open_with_index
-
     if not ids and source is None:
         raise ConfigError("which trajectories?", hint="give their ids, or --from and the run that has them")
     query = query_of("graded", solved, reward, length, task, version, split, "newest", limit)
@@ -214,10 +215,6 @@ def show(
         rollmill trajectories show ID runs/demo
         rollmill trajectories show ID runs/demo --tokens
     """
-    from rich.console import Console
-
-    from rollmill.cli.experience import transcripts as transcript
-
     if (Path(id) / "run.json").exists():
         raise ConfigError(
             f"{id} is a run, not the id of a trajectory",
@@ -294,11 +291,6 @@ def forget(
 
 def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
     """Forget a user in one run, say what was done, and return the trajectories that are kept for now."""
-    import asyncio
-
-    from rollmill.gateway.sessions.registry import pseudonym
-    from rollmill.runs.opening import open_run
-
     run = open_run(run_dir)
     if named and run.config.database is None and not (run.path / "mill.db").exists():
         typer.echo(f"{run_dir}: nothing was recorded")
@@ -316,14 +308,6 @@ def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
 
 async def _forget_open(run: RunDirectory, user: str) -> int:
     """End the open sessions of a user at one gateway: the running one is asked, else its log is rewritten."""
-    from rollmill.errors import GatewayError
-    from rollmill.gateway.sessions.forgetting import forget_in_log
-    from rollmill.rollouts.gateway_client import GatewayClient
-    from rollmill.storage.database import open_database
-    from rollmill.storage.objects import Objects
-    from rollmill.tls import trust
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
-
     logs = [log for log in run.session_logs if log.exists()]
     if not logs:
         return 0
@@ -342,11 +326,6 @@ def _open(
     run_dir: Path | None, database: str | None, objects: str | None
 ) -> tuple[RunDirectory | None, TrajectoryStore]:
     """The store to read, and the run if there is one."""
-    from rollmill.runs.opening import open_with_index
-    from rollmill.storage.database import open_database
-    from rollmill.storage.objects import Objects
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
-
     if database is not None:
         if objects is None or run_dir is not None:
             raise ConfigError("--database needs --objects and no run directory", hint="or give a run directory alone")
@@ -396,8 +375,6 @@ def _find(
 
 def _load(run: RunDirectory | None, store: TrajectoryStore, row: TrajectoryRow) -> Trajectory | None:
     """The payload; of a session that is still open what the gateway's log has of it; None if there is nothing."""
-    from rollmill.gateway.sessions.registry import read_open_session
-
     if row.state == "deleted":
         return None
     if row.payload_key is not None:
@@ -407,8 +384,6 @@ def _load(run: RunDirectory | None, store: TrajectoryStore, row: TrajectoryRow) 
 
 
 def _load_tokenizer(path: Path | None) -> Tokenizer:
-    from rollmill.chat.tokenizer import Tokenizer
-
     if path is None or not path.exists():
         raise ConfigError("--tokens needs the model's tokenizer", hint="name it: --tokenizer PATH/tokenizer.json")
     return Tokenizer.load(path)
@@ -416,8 +391,6 @@ def _load_tokenizer(path: Path | None) -> Tokenizer:
 
 def _print_table(console: Console, rows: list[TrajectoryRow]) -> None:
     """In a terminal, columns that do not fit are left out and the reason is cut. Ids are never cut: they may wrap."""
-    from rich.console import Console
-    from rich.measure import Measurement
 
     def width(table: Table) -> int:
         return Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
@@ -436,8 +409,6 @@ def _print_table(console: Console, rows: list[TrajectoryRow]) -> None:
 
 
 def _table(rows: list[TrajectoryRow], names: list[str], longest_reason: int) -> Table:
-    from rich.table import Table
-
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in names:
         table.add_column(name, justify="right" if name in ("reward", "tokens", "age") else "left", no_wrap=True)
@@ -449,8 +420,6 @@ def _table(rows: list[TrajectoryRow], names: list[str], longest_reason: int) -> 
 
 
 def _cells(row: TrajectoryRow) -> Iterator[Text]:
-    from rollmill.cli.experience.transcripts import STATES, duration, reward_text, safe, versions
-
     yield safe(row.id, "bold")
     yield safe(row.state, STATES[row.state])
     yield reward_text(row.reward)

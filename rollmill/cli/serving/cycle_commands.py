@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rollmill.runs.cycle_journal import Cycle, Journal
+from rollmill.cli.serving.gate_command import metrics_table
+from rollmill.errors import RollmillError
+from rollmill.launch.extend import change_cycle
+from rollmill.realtime.cycle import CycleDriver, left_out
+from rollmill.runs.cycle_journal import Cycle, Journal
+from rollmill.runs.opening import open_with_index
+from rollmill.storage.database import open_database
 
-app = typer.Typer(
-    help="Real-time RL: collect, distil, train, gate, canary, then promote, hold or roll back.", no_args_is_help=True
-)
+app = typer.Typer()
 UNFOLDED = 10_000  # columns: a file or a program gets one line per move
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)]
 
@@ -39,12 +46,6 @@ def run_cycles(
         rollmill cycle run runs/demo --cycles 1
         rollmill cycle run runs/demo cycle.enough=64 cycle.share=0.1
     """
-    from rich.console import Console
-
-    from rollmill.launch.extend import change_cycle
-    from rollmill.realtime.cycle import CycleDriver, left_out
-    from rollmill.runs.opening import open_with_index
-
     console = Console(highlight=False, soft_wrap=True, markup=False)
     run = change_cycle(open_with_index(directory), overrides or ())
     told: set[tuple[int, str]] = set()
@@ -76,8 +77,6 @@ def status(directory: Run) -> None:
 
         rollmill cycle status runs/demo
     """
-    import time
-
     journal = _journal(directory)
     cycle = journal.current()
     if cycle is None:
@@ -115,14 +114,6 @@ def explain(
 
         rollmill cycle explain runs/demo 3
     """
-    import datetime
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from rollmill.cli.serving.gate_command import metrics_table
-    from rollmill.errors import RollmillError
-
     journal = _journal(directory)
     found = journal.get(number) if number is not None else journal.current()
     if found is None:
@@ -157,9 +148,5 @@ def _figures(facts: dict[str, Any]) -> list[str]:
 
 
 def _journal(directory: Path) -> Journal:
-    from rollmill.runs.cycle_journal import Journal
-    from rollmill.runs.opening import open_with_index
-    from rollmill.storage.database import open_database
-
     run = open_with_index(directory)
     return Journal(open_database(run.database_url), run.id)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rollmill.gateway.access.keys import Key, KeyStore
+from rollmill.gateway.access.keys import Key, KeyStore
+from rollmill.runs.opening import open_with_index
+from rollmill.storage.database import open_database
 
-app = typer.Typer(help="Make, list and revoke API keys of a run's gateway.", no_args_is_help=True)
+app = typer.Typer()
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)]
 
@@ -63,9 +66,6 @@ def list_keys(run_dir: RunDir) -> None:
 
         rollmill keys list runs/demo
     """
-    from rich.console import Console
-    from rich.table import Table
-
     keys = _store(run_dir).list()
     if not keys:
         typer.echo(f"no key yet; `rollmill keys create {run_dir}` makes one")
@@ -108,10 +108,6 @@ def revoke(
 
 
 def _store(run_dir: Path) -> KeyStore:
-    from rollmill.gateway.access.keys import KeyStore
-    from rollmill.runs.opening import open_with_index
-    from rollmill.storage.database import open_database
-
     run = open_with_index(run_dir)
     return KeyStore(open_database(run.database_url), run.id)
 

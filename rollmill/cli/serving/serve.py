@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from rollmill.cli.target import VersionOption
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from rollmill.launch.launchers.local import LocalLauncher
-    from rollmill.launch.services import Target
-    from rollmill.runs.run import RunDirectory
+from rollmill.cli.target import VersionOption, checkpoint_run, find_target, is_checkpoint
+from rollmill.errors import ConfigError
+from rollmill.launch.launchers.local import LocalLauncher
+from rollmill.launch.services import Target, served_versions, serving, wait_until_ready
+from rollmill.runs.free_ports import held_port
+from rollmill.runs.opening import open_with_index
+from rollmill.runs.run import RunDirectory
 
 PORT = 8000
 KEY = "api-key"  # a file of the run directory
@@ -50,13 +51,6 @@ def serve(
         rollmill serve runs/demo --version live --canary
         rollmill serve models/smollm2-135m
     """
-    from rich.console import Console
-
-    from rollmill.cli.target import checkpoint_run, find_target, is_checkpoint
-    from rollmill.launch.services import serving, wait_until_ready
-    from rollmill.runs.free_ports import held_port
-    from rollmill.runs.opening import open_with_index
-
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
         with held_port(host, port, PORT) as held:
@@ -80,8 +74,6 @@ def serve(
 
 
 def _check_canary(canary: bool, target: Target) -> None:
-    from rollmill.errors import ConfigError
-
     if canary and (target.kind, target.name) != ("channel", "live"):
         raise ConfigError(f"--canary goes with the channel live, not with {target}", hint="--version live")
 
@@ -107,10 +99,6 @@ Ctrl-C stops it."""
 
 def _watch(service: RunDirectory, cluster: LocalLauncher, console: Console) -> None:
     """Keep the processes alive and say when the served version changes, until Ctrl-C."""
-    import time
-
-    from rollmill.launch.services import served_versions
-
     before = served_versions(service)
     while True:
         cluster.watch()

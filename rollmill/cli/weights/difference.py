@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
+from rollmill.cli import display
+from rollmill.cli.weights import figures
 from rollmill.cli.weights.places import (
     Form,
     Json,
@@ -17,12 +20,8 @@ from rollmill.cli.weights.places import (
     find_version,
     open_place,
 )
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from rollmill.weights.format.manifest import Manifest
-    from rollmill.weights.reading.compare import Comparison, TensorChange
+from rollmill.weights.format.manifest import Manifest
+from rollmill.weights.reading.compare import Comparison, TensorChange, compare
 
 _VERSION = "a version: LINE@NUMBER, a number if there is only one line, or a channel such as live"
 _COLUMNS = ("changed", "share", "±1 ULP", "largest", "max |Δ|")
@@ -44,8 +43,6 @@ def diff(
 
         rollmill weights diff runs/demo rl@3 rl@7
     """
-    from rollmill.cli.weights import display
-
     place = open_place(where, token)
     manifests = [_manifest(place, text, line, form) for text in (old, new)]
     out = display.console()
@@ -64,7 +61,7 @@ def diff(
         out.print(_table(found, top, names))
     way = ", ".join(wire["legs"]) if len(wire["legs"]) <= 4 else f"{len(wire['legs'])} legs"
     if wire["legs"]:
-        saved = display.ratio(manifests[1].full_bytes / wire["bytes"])
+        saved = figures.ratio(manifests[1].full_bytes / wire["bytes"])
         out.print(display.safe(f"on the wire: {display.size(wire['bytes'])} ({saved} less than all of it): {way}"))
 
 
@@ -74,16 +71,13 @@ def _manifest(place: Place, text: str, line: str | None, form: str | None) -> Ma
 
 
 def _compare(place: Place, old: Manifest, new: Manifest) -> Comparison:
-    from rollmill.cli.weights import display
-    from rollmill.weights.reading.compare import compare
-
     with display.progress(display.errors()) as bars:
         task = bars.add_task("comparing", total=new.full_bytes)
         return compare(
             old,
             new,
-            lambda: display.load(bars, place.store, old),
-            lambda: display.load(bars, place.store, new),
+            lambda: figures.load(bars, place.store, old),
+            lambda: figures.load(bars, place.store, new),
             lambda count: bars.advance(task, count),
         )
 
@@ -121,8 +115,6 @@ def _change(change: TensorChange) -> dict[str, Any]:
 
 
 def _table(found: Comparison, top: int, title: str) -> Table:
-    from rollmill.cli.weights import display
-
     changed = sorted((one for one in found.tensors if one.changed), key=lambda one: (-one.changed, one.name))
     not_finite = found.total.not_finite > 0
     columns = (*_COLUMNS, "not finite") if not_finite else _COLUMNS
@@ -140,8 +132,6 @@ def _table(found: Comparison, top: int, title: str) -> Table:
 
 
 def _cells(change: TensorChange, not_finite: bool) -> list[str]:
-    from rollmill.cli.weights import display
-
     cells = [
         f"{change.changed:,}",
         display.share(change.share),

@@ -9,6 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from rollmill.cli import display
+from rollmill.cli.weights import figures
+from rollmill.errors import WeightsError
+from rollmill.telemetry import EventTail
+from rollmill.weights.regions.arrivals import Arrivals
+
 _POLL_SECONDS = 0.5
 
 
@@ -27,10 +33,6 @@ def events(
 
         rollmill weights events runs/demo --follow --json
     """
-    from rollmill.errors import WeightsError
-    from rollmill.telemetry import EventTail
-    from rollmill.weights.regions.arrivals import Arrivals
-
     if not (run / "events").is_dir():
         raise WeightsError(f"{run} has no events", hint="give a run directory, for example runs/demo")
     tail, arrivals = EventTail(run / "events"), Arrivals()
@@ -44,8 +46,6 @@ def events(
 
 
 def _print(rows: list[dict[str, Any]], as_json: bool, lines: bool) -> None:
-    from rollmill.cli.weights import display
-
     if as_json:
         for row in rows:
             print(json_module.dumps(row, allow_nan=False), flush=True)
@@ -59,22 +59,18 @@ def _print(rows: list[dict[str, Any]], as_json: bool, lines: bool) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    from rollmill.cli.weights import display
-
     words = [f"{row['line']}@{row['version']}"]
     if row["bytes"] is not None:
-        ratio = f" ({display.ratio(row['ratio'])})" if row["ratio"] else ""
+        ratio = f" ({figures.ratio(row['ratio'])})" if row["ratio"] else ""
         words.append(display.size(row["bytes"]) + ratio)
     if row["density"] is not None:
         words.append(f"{display.share(row['density'])} changed")
     for name, region in row["regions"].items():
-        words.append(f"{name} {display.region(region)}".strip())
+        words.append(f"{name} {figures.region(region)}".strip())
     return "  ".join(words)
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
-    from rollmill.cli.weights import display
-
     regions = sorted({name for row in rows for name in row["regions"]})
     numbers = ("bytes", "ratio", "density", "publish", "pause", *(f"→ {name}" for name in regions))
     made = display.table("version", *numbers[:4], *numbers[5:], "pause", numbers=numbers)
@@ -84,10 +80,10 @@ def _table(rows: list[dict[str, Any]]) -> Any:
         made.add_row(
             display.safe(f"{row['line']}@{row['version']}"),
             "" if row["bytes"] is None else display.size(row["bytes"]),
-            "" if row["ratio"] is None else display.ratio(row["ratio"]),
+            "" if row["ratio"] is None else figures.ratio(row["ratio"]),
             display.share(row["density"]),
             display.seconds(row["publish_seconds"]),
-            *(display.region(there[name]) if name in there else "" for name in regions),
+            *(figures.region(there[name]) if name in there else "" for name in regions),
             display.milliseconds(max(pauses, default=None)),
         )
     return made

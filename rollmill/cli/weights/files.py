@@ -8,10 +8,18 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from rollmill.chat.chat_files import TEMPLATE
+from rollmill.chat.effective import effective_template
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.sandbox import TemplateFailed
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cli import display
+from rollmill.cli.weights import figures
 from rollmill.cli.weights.places import (
     Form,
     LineOfNumber,
@@ -23,11 +31,13 @@ from rollmill.cli.weights.places import (
     open_place,
 )
 from rollmill.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollmill.models.huggingface.config import Layout
-    from rollmill.types import PolicyRef
-    from rollmill.weights.format.tensors import Tensors
+from rollmill.models.huggingface.config import Layout, read_layout
+from rollmill.types import PolicyRef
+from rollmill.weights.files.checkpoint_directory import read_companions, weight_files
+from rollmill.weights.files.companions import companions_of
+from rollmill.weights.files.exchange import check_export, export_directory, import_directory, publish_import
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.format.tensors import Tensors
 
 QUANTISED_FORMS = ("fp8", "nvfp4")  # the forms of models.quantize, which needs torch
 
@@ -47,16 +57,12 @@ def export(
 
         rollmill weights export runs/demo rl@7 out
     """
-    from rollmill.cli.weights import display
-    from rollmill.weights.files.companions import companions_of
-    from rollmill.weights.files.exchange import export_directory
-
     place = open_place(where, token)
     wanted = find_version(place, version, line)
     manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
     companions, note = _as_trained(companions_of(place.store, manifest))
     with display.progress(display.errors()) as bars:
-        loaded = display.load(bars, place.store, manifest)
+        loaded = figures.load(bars, place.store, manifest)
         with _as_checkpoint(companions, loaded, manifest.policy) as (tensors, policy):
             size = sum(tensor.data.size for tensor in tensors.values())
             task = bars.add_task("writing and checking", total=2 * size)
@@ -79,13 +85,6 @@ def export(
 
 def _as_trained(companions: dict[str, bytes]) -> tuple[dict[str, bytes], str]:
     """The files of the model, with the chat template as training wrote with it; and what is to be said about it."""
-    from rollmill.chat.chat_files import TEMPLATE
-    from rollmill.chat.effective import effective_template
-    from rollmill.chat.formats.choice import format_of
-    from rollmill.chat.formats.template import TemplateFormat
-    from rollmill.chat.sandbox import TemplateFailed
-    from rollmill.chat.tokenizer import Tokenizer
-
     if "tokenizer.json" not in companions:
         return companions, ""
     with tempfile.TemporaryDirectory() as folder:
@@ -120,10 +119,6 @@ def import_(
 
         rollmill weights import out runs/demo --line base
     """
-    from rollmill.cli.weights import display
-    from rollmill.weights.files.checkpoint_directory import read_companions, weight_files
-    from rollmill.weights.files.exchange import check_export, import_directory, publish_import
-
     total = sum(path.stat().st_size for path in weight_files(directory))
     place = open_place(where, token, create=True)
     with display.progress(display.errors()) as bars:
@@ -177,16 +172,11 @@ def _as_checkpoint(
 
             tensors = stack.enter_context(checkpoint_tensors(layout, tensors))
         if quantised or layout is not None:
-            from rollmill.weights.format.manifest import describe, root_digest
-
             policy = replace(policy, digest=root_digest(describe(tensors)))
         yield tensors, policy
 
 
 def _layout(config: bytes | None) -> Layout | None:
-    from rollmill.errors import ConfigError
-    from rollmill.models.huggingface.config import read_layout
-
     try:
         tree = json.loads(config or b"")
         return read_layout(tree) if isinstance(tree, dict) else None

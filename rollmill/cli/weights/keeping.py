@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from rollmill.cli.weights import display
+from rollmill.cli import display
 from rollmill.errors import WeightsError
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels

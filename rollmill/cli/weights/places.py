@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rollmill.storage.objects import Objects
-    from rollmill.types import Version
-    from rollmill.weights.reading.weight_store import WeightStore
+from rollmill.errors import WeightsError
+from rollmill.runs.opening import open_run
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.format.object_keys import valid_name
+from rollmill.weights.reading.channels import Channels
+from rollmill.weights.reading.weight_store import WeightStore
 
 Where = Annotated[
     str, typer.Argument(metavar="WHERE", help="run directory, store directory, or object store URL (s3://…, http://…)")
@@ -49,11 +52,6 @@ class Place:
 
 def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
     """`create` makes a store that does not exist yet, but never inside a directory with other content."""
-    from rollmill.errors import WeightsError
-    from rollmill.runs.opening import open_run
-    from rollmill.storage.objects import Objects
-    from rollmill.weights import WeightStore
-
     if "://" in where:
         return Place(WeightStore(Objects.open(where, token=token)), None)
     path = Path(where)
@@ -85,8 +83,6 @@ def begun_lines(store: WeightStore) -> list[str]:
 
 def chosen(store: WeightStore, line: str | None, form: str | None = None) -> list[tuple[str, str]]:
     """The selected lines and forms."""
-    from rollmill.errors import WeightsError
-
     lines = begun_lines(store)
     if line is not None and line not in lines:
         raise WeightsError(f"no line {line!r} in {store.objects.url}", hint=f"lines here: {', '.join(lines) or 'none'}")
@@ -100,11 +96,6 @@ def chosen(store: WeightStore, line: str | None, form: str | None = None) -> lis
 
 def find_version(place: Place, text: str, line: str | None = None) -> Version:
     """Parses the user's text as a version. Whether it exists is checked when it is read."""
-    from rollmill.errors import WeightsError
-    from rollmill.types import Version
-    from rollmill.weights import Channels
-    from rollmill.weights.format.object_keys import valid_name
-
     if found := _VERSION.fullmatch(text):
         return Version(valid_name(found["line"]), int(found["number"]))
     if text.isascii() and text.isdecimal() and len(text) <= 10:
@@ -127,8 +118,6 @@ def find_version(place: Place, text: str, line: str | None = None) -> Version:
 
 def find_form(store: WeightStore, version: Version, form: str | None) -> str:
     """The form to use: the requested one, the only one there is, or bf16."""
-    from rollmill.errors import WeightsError
-
     if form is not None:
         return form
     forms = [one for one in store.forms(version.line) if store.exists(version, one)]

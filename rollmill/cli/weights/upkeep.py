@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from rollmill.cli import display
+from rollmill.cli.weights.keeping import ToldKeeper, keep_region
 from rollmill.cli.weights.places import Forms, Line, Token, Where, chosen, open_place
-
-if TYPE_CHECKING:
-    from rollmill.weights.reading.weight_store import WeightStore
-    from rollmill.weights.regions.collection import Collected
+from rollmill.errors import ConfigError, WeightsError
+from rollmill.telemetry import open_events
+from rollmill.weights.reading.channels import Channels
+from rollmill.weights.reading.leases import Leases
+from rollmill.weights.reading.weight_store import WeightStore
+from rollmill.weights.regions.collection import Collected, collect, collect_companions
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
 
@@ -37,10 +41,6 @@ def gc(
 
         rollmill weights gc runs/demo --keep 20 --dry-run
     """
-    from rollmill.cli.weights import display
-    from rollmill.errors import WeightsError
-    from rollmill.weights.regions.collection import collect, collect_companions
-
     store = open_place(where, token).store
     limit = None if budget is None else _parse_size(budget)
     lines = chosen(store, line, form)
@@ -65,8 +65,6 @@ def gc(
 
 
 def _describe(line: str, form: str, done: Collected, dry_run: bool) -> list[object]:
-    from rollmill.cli.weights import display
-
     gone = display.count(len(done.removed), "version")
     if done.abandoned:
         gone += f" and {display.count(done.abandoned, 'object')} that no version names"
@@ -87,10 +85,6 @@ def _describe(line: str, form: str, done: Collected, dry_run: bool) -> list[obje
 
 def _holders(store: WeightStore, line: str, form: str, done: Collected) -> list[str]:
     """What holds versions, apart from `--keep`."""
-    from rollmill.cli.weights import display
-    from rollmill.weights.reading.channels import Channels
-    from rollmill.weights.reading.leases import Leases
-
     told = [f"{line}@{done.kept[-1]}: the head"] if done.kept else []
     channels = Channels(store.objects)
     for name in channels.names():
@@ -117,8 +111,6 @@ def _ranges(line: str, numbers: tuple[int, ...]) -> str:
 
 
 def _parse_size(text: str) -> int:
-    from rollmill.errors import ConfigError
-
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"{text!r} is not a size", hint="for example 200GB, 1.5TiB or 500000000")
@@ -160,10 +152,6 @@ def mirror(
 
         rollmill weights mirror http://home:8000 /data/store --channel live
     """
-    from rollmill.cli.weights.keeping import ToldKeeper, keep_region
-    from rollmill.telemetry import open_events
-    from rollmill.weights.reading.weight_store import WeightStore
-
     if events is not None:
         open_events(events, f"mirror-{region}" if region else "mirror")
     there, here = open_place(source, token).objects, open_place(target, token, create=True).objects

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from rollmill.cli import display
+from rollmill.cli.display import console, labelled
+from rollmill.cli.weights import figures
 from rollmill.cli.weights.places import (
     Form,
     Forms,
@@ -21,13 +26,13 @@ from rollmill.cli.weights.places import (
     find_version,
     open_place,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from rollmill.weights.format.manifest import Encoding, Manifest
-    from rollmill.weights.reading.weight_store import WeightStore
+from rollmill.errors import RollmillError, StorageError, WeightsError
+from rollmill.telemetry import read_events
+from rollmill.types import Version
+from rollmill.weights.files.companions import kept_companions
+from rollmill.weights.format.manifest import Encoding, Manifest
+from rollmill.weights.reading.weight_store import WeightStore
+from rollmill.weights.regions.arrivals import Arrivals
 
 _NUMBERS = ("version", "bytes", "ratio", "density", "epoch", "pause")
 Top = Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")]
@@ -44,8 +49,6 @@ def log(where: Where, line: Line = None, form: Forms = None, token: Token = None
         rollmill weights log runs/demo
         rollmill weights log runs/demo --line main
     """
-    from rollmill.cli.weights.display import console, labelled
-
     place, out = open_place(where, token), console()
     arrived = _arrivals(place.run)
     lines = chosen(place.store, line, form)
@@ -74,8 +77,6 @@ def show(
 
         rollmill weights show runs/demo rl@7
     """
-    from rollmill.cli.weights import display
-
     place = open_place(where, token)
     wanted = find_version(place, version, line)
     manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
@@ -96,8 +97,6 @@ def verify(where: Where, line: Line = None, form: Forms = None, token: Token = N
 
         rollmill weights verify runs/demo
     """
-    from rollmill.cli.weights import display
-
     store = open_place(where, token).store
     out = display.console()
     lines = chosen(store, line, form)
@@ -128,9 +127,6 @@ def verify(where: Where, line: Line = None, form: Forms = None, token: Token = N
 
 def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
     """The faults of config.json, tokenizer and the like, by line."""
-    from rollmill.errors import StorageError, WeightsError
-    from rollmill.weights.files.companions import kept_companions
-
     found = []
     for line in lines:
         try:
@@ -141,9 +137,6 @@ def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
 
 
 def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
-    from rollmill.telemetry import read_events
-    from rollmill.weights.regions.arrivals import Arrivals
-
     if run is None or not (run / "events").is_dir():
         return {}
     rows = Arrivals(keep=1 << 30).fold(read_events(run / "events"))
@@ -152,10 +145,6 @@ def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
 
 def _read_manifests(store: WeightStore, line: str, form: str) -> tuple[list[Manifest], dict[int, str]]:
     """All readable manifests of a line, and the faults of the others."""
-    from rollmill.cli.weights import display
-    from rollmill.errors import RollmillError
-    from rollmill.types import Version
-
     manifests, damaged = [], {}
     numbers = store.numbers(line, form)
     with display.progress(display.errors(), sizes=False) as bars:
@@ -170,8 +159,6 @@ def _read_manifests(store: WeightStore, line: str, form: str) -> tuple[list[Mani
 def _print_log(
     out: Console, manifests: list[Manifest], damaged: dict[int, str], arrived: dict[tuple[str, int], dict[str, Any]]
 ) -> None:
-    from rollmill.cli.weights import display
-
     first = manifests[0]
     origin = f" from {first.origin}" if first.origin else ""
     title = f"{first.line} ({first.form}){origin}, epoch {manifests[-1].epoch}"
@@ -204,19 +191,17 @@ def _follows(manifest: Manifest) -> bool:
 
 
 def _log_cells(manifest: Manifest, regions: dict[str, Any]) -> dict[str, Any]:
-    from rollmill.cli.weights import display
-
     pauses = [one["pause_ms_max"] for one in regions.values() if one["pause_ms_max"] is not None]
     return {
         "version": str(manifest.number),
         "parent": display.safe(manifest.parent or ""),
         "kind": "both" if manifest.snapshot and manifest.delta else manifest.kind,
         "bytes": display.size(manifest.bytes),
-        "ratio": display.ratio(_ratio(manifest)),
+        "ratio": figures.ratio(_ratio(manifest)),
         "density": display.share(manifest.density),
-        "coding": display.coding_mix(_fetched(manifest)),
+        "coding": figures.coding_mix(_fetched(manifest)),
         "epoch": str(manifest.epoch),
-        **{f"→ {name}": display.region(one) for name, one in regions.items()},
+        **{f"→ {name}": figures.region(one) for name, one in regions.items()},
         "pause": display.milliseconds(max(pauses, default=None)),
         "digest": manifest.digest[:8],
         "when": display.when(manifest.created_at),
@@ -238,9 +223,6 @@ def _ratio(manifest: Manifest) -> float | None:
 
 def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
     """One version as plain JSON."""
-    from rollmill.cli.weights.display import coding_bytes
-    from rollmill.errors import WeightsError
-
     try:
         anchor = store.anchor(manifest.version, manifest.form)
     except WeightsError:
@@ -267,7 +249,7 @@ def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
                 "packs": len(encoding.packs),
                 "payloads": len(encoding.payloads),
                 "base": f"{manifest.line}@{encoding.base.number}" if encoding.base else None,
-                "codings": coding_bytes(encoding),
+                "codings": figures.coding_bytes(encoding),
             }
             for name, encoding in encodings.items()
             if encoding is not None
@@ -300,8 +282,6 @@ def _tensor_facts(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _fact_table(told: dict[str, Any]) -> Table:
-    from rollmill.cli.weights import display
-
     encodings = {}
     for name, one in told["encodings"].items():
         base = f" from {one['base']}" if one["base"] else ""
@@ -320,7 +300,7 @@ def _fact_table(told: dict[str, Any]) -> Table:
             "published": display.when(told["created_at"], "%Y-%m-%d %H:%M:%S %Z"),
             "writer": f"{told['writer']}, epoch {told['epoch']}",
             "size": f"{display.size(told['full_bytes'])} in {len(told['tensors'])} tensors",
-            "ratio": display.ratio(told["ratio"]),
+            "ratio": figures.ratio(told["ratio"]),
             "density": display.share(told["density"]),
             **encodings,
             "nearest anchor": f"{told['line']}@{near[-1]}" if near else "",
@@ -330,8 +310,6 @@ def _fact_table(told: dict[str, Any]) -> Table:
 
 
 def _tensor_table(tensors: list[dict[str, Any]], count: int) -> Table:
-    from rollmill.cli.weights import display
-
     title = f"the {len(tensors)} largest of {count} tensors" if len(tensors) < count else None
     made = display.table(
         "tensor", "dtype", "shape", "bytes", "in the delta", "changed",

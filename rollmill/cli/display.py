@@ -1,7 +1,7 @@
-"""Texts and tables that the commands share. Imports rich, so commands import it when they are called.
+"""Texts, tables and bars that the commands share.
 
-Names of tensors, writers and lines come from a store and are untrusted: they are printed as text, never as markup, and
-without control characters.
+Names of tensors, texts of models and the like come from a store and are untrusted: they are printed as text, never as
+markup, and without control characters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -28,11 +27,6 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
-
-from rollmill.storage.objects import Objects
-from rollmill.weights.format.manifest import Anchor, Encoding, Manifest, Pack
-from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.weight_store import WeightStore
 
 _UNBOUNDED = 10_000  # columns
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -104,13 +98,6 @@ def size(count: float) -> str:
     return filesize.decimal(int(count))
 
 
-def ratio(times: float | None) -> str:
-    """How many times less was sent than all of it. None: nothing was sent."""
-    if times is None:
-        return "unchanged"
-    return f"{times:.1f}×" if times < 100 else f"{times:.0f}×"
-
-
 def share(value: float | None) -> str:
     if value is None:
         return ""
@@ -133,33 +120,8 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
-def region(row: Mapping[str, Any]) -> str:
-    """The time until a region served a version; in brackets if it is only stored there; with ~ if clocks disagree."""
-    mark = "~" if row["skewed"] else ""
-    if row["serving_seconds"] is not None:
-        return mark + seconds(row["serving_seconds"])
-    return f"({mark}{seconds(row['arrived_seconds'])})" if row["arrived_seconds"] is not None else ""
-
-
 def when(at: float, pattern: str = "%m-%d %H:%M") -> str:
     return datetime.fromtimestamp(at).astimezone().strftime(pattern)
-
-
-def coding_bytes(encoding: Encoding) -> dict[str, int]:
-    """Bytes by coding, largest first."""
-    sizes: Counter[str] = Counter()
-    for payload in encoding.payloads:
-        sizes[payload.coding] += payload.bytes
-    return dict(sizes.most_common())
-
-
-def coding_mix(encoding: Encoding) -> str:
-    """The codings by share of bytes: `sparse`, or `sparse 91% dense 9%`."""
-    sizes = coding_bytes(encoding)
-    total = max(sum(sizes.values()), 1)
-    if len(sizes) < 2:
-        return next(iter(sizes), "")
-    return " ".join(f"{coding} {count / total:.0%}" for coding, count in sizes.items())
 
 
 @contextmanager
@@ -169,26 +131,3 @@ def progress(out: Console, *, sizes: bool = True) -> Iterator[Progress]:
     columns = TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn()
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bars:
         yield bars
-
-
-def load(bars: Progress, store: WeightStore, manifest: Manifest) -> dict[str, HostTensor]:
-    """The verified weights of a version, with a bar for the bytes read."""
-    total = sum(leg.bytes for leg in store.route(manifest.version, manifest.form))
-    task = bars.add_task(f"reading {manifest.version}", total=total)
-    counted = _CountedStore(store.objects, lambda count: bars.advance(task, count))
-    tensors = counted.load(manifest.version, manifest.form)
-    bars.update(task, completed=total)
-    return tensors
-
-
-class _CountedStore(WeightStore):
-    """Reports every pack it has read."""
-
-    def __init__(self, objects: Objects, advance: Callable[[int], object]) -> None:
-        super().__init__(objects)
-        self._advance = advance
-
-    def read_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
-        data = super().read_pack(manifest, pack)
-        self._advance(len(data))
-        return data
