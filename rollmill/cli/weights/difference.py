@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from rollmill.cli import display
-from rollmill.cli.weights import figures
+from rollmill.cli.weights import version_figures as figures
 from rollmill.cli.weights.places import (
     Form,
     Json,

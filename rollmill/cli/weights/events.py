@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rollmill.cli import display
-from rollmill.cli.weights import figures
+from rollmill.cli.weights import version_figures as figures
 from rollmill.errors import WeightsError
 from rollmill.telemetry import EventTail
 from rollmill.weights.regions.arrivals import Arrivals

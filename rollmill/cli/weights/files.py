@@ -19,7 +19,7 @@ from rollmill.chat.formats.template import TemplateFormat
 from rollmill.chat.sandbox import TemplateFailed
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cli import display
-from rollmill.cli.weights import figures
+from rollmill.cli.weights import version_figures as figures
 from rollmill.cli.weights.places import (
     Form,
     LineOfNumber,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rollmill.cli import display
 from rollmill.cli.display import console, labelled
-from rollmill.cli.weights import figures
+from rollmill.cli.weights import version_figures as figures
 from rollmill.cli.weights.places import (
     Form,
     Forms,
