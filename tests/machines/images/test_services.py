@@ -24,7 +24,7 @@ from rollmill.machines.qemu.parts import find_parts
 from tests.machines.conftest import start_host
 from tests.machines.stand_ins import StandInMachine
 
-GUIDE = Path(__file__).parents[3] / "docs/guides/choosing-a-machine.md"
+GUIDE = Path(__file__).parents[3] / "docs/machine-images.md"
 PSQL = "$(echo /usr/lib/postgresql/*/bin)/psql -h /tmp -U app -d postgres -Atqc"
 
 
