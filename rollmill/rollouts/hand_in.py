@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
@@ -17,6 +18,8 @@ from rollmill.rollouts.work_diff import take_diff
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import seal_facts
 from rollmill.types import Trajectory
+
+_DIGEST_BYTES = 65  # hexadecimal, and the end of its line
 
 
 class HandIn(BaseModel):
@@ -116,22 +119,24 @@ def with_counts(episode: Episode) -> Episode:
 
 
 def hand_in_key(trajectory: str) -> str:
-    return f"submissions/{trajectory}.json"
+    return f"submissions/{trajectory}"
 
 
 def store_hand_in(objects: Objects, trajectory: str, handed_in: HandIn) -> str:
-    key = hand_in_key(trajectory)
+    """Store it with its digest in front: what was damaged since would be graded as what the agent did."""
+    key, data = hand_in_key(trajectory), handed_in.model_dump_json().encode()
     with contextlib.suppress(ObjectExists):  # stored before a crash: the first one counts
-        objects.create(key, handed_in.model_dump_json().encode())
+        objects.create(key, _digest(data) + data)
     return key
 
 
 def load_hand_in(objects: Objects, key: str) -> HandIn:
-    data = objects.get(key)
-    try:
-        return HandIn.model_validate_json(data)
-    except ValueError as error:
-        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise TrajectoryError(
-            f"the submission {key} is damaged: {why}", hint="its trajectory cannot be graded"
-        ) from None
+    stored = objects.get(key)
+    data = stored[_DIGEST_BYTES:]
+    if _digest(data) != stored[:_DIGEST_BYTES]:
+        raise TrajectoryError(f"the submission {key} is damaged", hint="its trajectory cannot be graded")
+    return HandIn.model_validate_json(data)
+
+
+def _digest(data: bytes) -> bytes:
+    return blake3(data).hexdigest().encode() + b"\n"

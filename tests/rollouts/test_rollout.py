@@ -492,5 +492,5 @@ async def test_sealing_again(world: World) -> None:
     await world.play()
     assert await seal_again(world.context, "t0") == world.row().submission_key  # sealed before: the same answer
     assert await seal_again(world.context, "unknown") is None  # never handed in
-    world.context.objects.create("submissions/t9.json", b"{}")
+    world.context.objects.create("submissions/t9", b"{}")
     assert await seal_again(world.context, "t9") is None  # handed in, but the gateway has no such session

@@ -139,7 +139,7 @@ def test_a_group_that_cannot_be_graded_stays_as_it_was(
 ) -> None:
     (tmp_path / "seen_fails.py").write_text(OWN.replace('"none"', '"add"'))
     (tmp_path / "other.toml").write_text('[[rewards]]\nkind = "seen_fails:Seen"\n')
-    Objects.open(run.home_store).delete("submissions/g1-right.json")
+    Objects.open(run.home_store).delete("submissions/g1-right")
     told = rollmill("rewards", "replay", run.path, "--rewards", tmp_path / "other.toml")
     assert told.code == 1 and "left as it was: g0: ValueError: no verdict" in told.out, told
     assert "left as it was: g1:" in told.out and "0 trajectories in 0 of 2 groups" in told.out
