@@ -435,10 +435,6 @@ async def serve(port: int, answers: Answers) -> None:
     await server.serve_forever()
 
 
-if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), Answers(json.loads(Path(sys.argv[2]).read_text()))))
-
-
 def streams_figures(totals: Totals) -> dict[str, Any]:
     gaps = sorted(totals.gaps)
     places = {"p50": len(gaps) // 2, "p99": len(gaps) * 99 // 100, "longest": -1}

@@ -24,6 +24,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.machines import missing
 from benchmarks.output import at_most, finish
 from rollmill.errors import MachineError
 from rollmill.machines.images.image import BUILT_IN
@@ -226,6 +227,9 @@ def main() -> None:
         {"namespace": 100, "qemu": 4} if arguments.quick else {"namespace": arguments.cycles, "qemu": arguments.virtual}
     )
     figures, bars = {}, {}
+    if counts["qemu"] and (why := missing()):
+        print(f"no virtual machines: {why}")
+        counts["qemu"] = 0
     for kind, cycles in counts.items():
         if cycles:
             soaked = asyncio.run(soak(kind, cycles, arguments.seed))
