@@ -47,8 +47,7 @@ from rollmill.errors import MachineError
 from rollmill.machines.images.image import BUILT_IN, load_image
 from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.machines.pool import Pool, PoolConfig
-from rollmill.machines.qemu.host import QemuHost
-from rollmill.machines.qemu.machine import QemuMachine
+from rollmill.machines.qemu.host import QemuHost, QemuMachine
 from rollmill.machines.qemu.parts import find_parts
 
 PARTS = ("namespaces", "forks", "qemu")

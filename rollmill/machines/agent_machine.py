@@ -10,13 +10,13 @@ import contextlib
 import os
 import socket
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.errors import MachineError
+from rollmill.errors import MachineError, TaskError
 from rollmill.machines.egress import ENTRY, Egress
 from rollmill.machines.framed_machine import Answer, FramedMachine
 from rollmill.machines.guest import frames as wire
@@ -67,6 +67,11 @@ class AgentMachineConfig(Config):
         None, description="File that gets one line of JSON per request through the proxy. Not set: the process's log."
     )
 
+    def limits(self) -> dict[str, int]:
+        """Of guest/agent.py, in bytes and counts."""
+        counts = {"processes": self.processes, "open_files": self.open_files}
+        return {"memory": self.memory_mb << 20, "disk": self.disk_mb << 20, **counts}
+
 
 class AgentMachine(FramedMachine):
     """What all machines with an agent have in common. A kind of machine adds `_end`, and what its host does.
@@ -105,6 +110,14 @@ class AgentMachine(FramedMachine):
         await self._egress.start()
         names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
         self.environment = {**dict.fromkeys(names, f"http://127.0.0.1:{port}"), "no_proxy": "127.0.0.1,localhost"}
+
+    async def write_first(self, files: Mapping[str, bytes]) -> None:
+        """Write the files that a machine starts with. TaskError: they cannot be written."""
+        try:
+            await self.write_all(files)
+        except OSError as error:
+            hint = "`machine.disk_mb` is the size of the work directory"
+            raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
 
     @abstractmethod
     async def _end(self, begun: bool) -> Ended:

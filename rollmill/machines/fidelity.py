@@ -3,8 +3,8 @@
 An item's distance is the share of its facts that differ; the score of a machine is the mean over the items. 0: the
 probe cannot tell them apart, 1: everything differs. Facts that only one of them has are not compared.
 
-REFERENCE is an ordinary Debian server. It is written by hand, not recorded: record one of your own with
-the probe (`rollmill machines fidelity --print-probe`) on a computer like those that your users work on.
+The ordinary computer is a Debian server, written down by hand: record one of your own with the probe (`rollmill
+machines fidelity --print-probe`) on a computer like those that your users work on.
 """
 
 from __future__ import annotations
@@ -24,72 +24,13 @@ _FACTS = TypeAdapter(Facts)
 _PROBE_S = 30.0
 _MOST_BYTES = 1 << 16
 
-REFERENCE: Facts = {
-    "hardware": {
-        "processor is described": True,
-        "processor is an emulator": False,
-        "more than one processor": True,
-        "a GiB of memory": True,
-        "/sys lists processors": True,
-        "/sys has buses": True,
-        "maker is named": True,
-        "maker is an emulator": False,
-        "disk": True,
-        "root is on a disk": True,
-        "terminal": True,
-    },
-    "init": {
-        "pid 1": "systemd",
-        "command of pid 1 is shown": True,
-        "systemd booted it": True,
-        "machine id": True,
-        "logs": True,
-        "init program": True,
-    },
-    "processes": {
-        "more than ten": True,
-        "kernel threads": True,
-        "own number is above 300": True,
-        "every process has a name": True,
-    },
-    "users": {
-        "own user has a name": True,
-        "own shell exists": True,
-        "system users": True,
-        "groups": True,
-        "sudo group": True,
-        "USER is set": True,
-        "SHELL is set": True,
-        "system files belong to root": True,
-    },
-    "home": {"below /home or /root": True, "can be written": True, ".bashrc": True, ".profile": True, "skeleton": True},
-    "shell history": {"there is one": True, "ten lines": True},
-    "clock": {
-        "time zone": True,
-        "up for ten minutes": True,
-        "system files are older than a day": True,
-        "after 2025": True,
-    },
-    "locale": {"LANG is set": True, "UTF-8": True, "encoding of files": "utf-8", "default": True},
-    "tools": {**dict.fromkeys(fidelity_probe.TOOLS, True), "package database": True, "os-release": True},
-    "network": {
-        "interface besides loopback": True,
-        "default route": True,
-        "name server": True,
-        "own name is known": True,
-        "own name is in /etc/hostname": True,
-        "own name is a number": False,
-    },
-    "container marks": {
-        "mark of a container": False,
-        "container variable": False,
-        "all user ids": True,
-        "filter of system calls": False,
-        "new privileges": True,
-        "system directories are mounts": False,
-        "control group of a container": False,
-        "overlay root": False,
-    },
+# What an ordinary Debian server shows where it is not simply true.
+NOT_TRUE: dict[str, bool | str] = {
+    "pid 1": "systemd",
+    "encoding of files": "utf-8",
+    **dict.fromkeys(("processor is an emulator", "maker is an emulator", "own name is a number"), False),
+    **dict.fromkeys(("mark of a container", "container variable", "control group of a container"), False),
+    **dict.fromkeys(("filter of system calls", "system directories are mounts", "overlay root"), False),
 }
 
 
@@ -112,6 +53,11 @@ class Fidelity:
     @property
     def distance(self) -> float:
         return sum(distance for distance, _ in self.items.values()) / max(len(self.items), 1)
+
+
+def ordinary(facts: Facts) -> Facts:
+    """What an ordinary Debian server shows of these facts."""
+    return {item: {fact: NOT_TRUE.get(fact, True) for fact in looked} for item, looked in facts.items()}
 
 
 def compare(machine: Facts, reference: Facts) -> Fidelity:

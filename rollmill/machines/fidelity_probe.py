@@ -13,12 +13,13 @@ import socket
 import sys
 import time
 
+Facts = dict[str, "bool | str"]
 TOOLS = "apt awk bash curl diff dpkg find git gzip ip less make man nano ps python3 sed ssh sudo tar top vi".split()
 _DISK_FORMATS = ("ext4", "ext3", "xfs", "btrfs", "zfs")
 _EMULATORS = re.compile(r"qemu|bochs|seabios|standard pc|firecracker|linux,dummy-virt", re.I)
 
 
-def text(path):
+def text(path: str) -> str:
     try:
         with open(path, "rb") as file:
             return file.read(1 << 20).decode("utf-8", "replace").replace("\0", " ").strip()
@@ -26,23 +27,23 @@ def text(path):
         return ""
 
 
-def names(path):
+def names(path: str) -> list[str]:
     try:
         return os.listdir(path)
     except OSError:
         return []
 
 
-def mounts():
+def mounts() -> dict[str, str]:
     lines = (line.split() for line in text("/proc/self/mounts").splitlines())
     return {words[1]: words[2] for words in lines if len(words) > 2}
 
 
-def status():
+def status() -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in text("/proc/self/status").splitlines() if ":\t" in line)
 
 
-def hardware():
+def hardware() -> Facts:
     strings = ("sys_vendor", "product_name", "product_version", "chassis_vendor", "bios_vendor")
     maker = "".join(text(f"/sys/class/dmi/id/{name}") for name in strings) + text("/proc/device-tree/model")
     processor = text("/proc/cpuinfo")
@@ -62,7 +63,7 @@ def hardware():
     }
 
 
-def init():
+def init() -> Facts:
     return {
         "pid 1": text("/proc/1/comm"),
         "command of pid 1 is shown": bool(text("/proc/1/cmdline")),
@@ -73,7 +74,7 @@ def init():
     }
 
 
-def processes():
+def processes() -> Facts:
     pids = [name for name in names("/proc") if name.isdigit()]
     return {
         "more than ten": len(pids) > 10,
@@ -83,7 +84,7 @@ def processes():
     }
 
 
-def users():
+def users() -> Facts:
     try:
         own = pwd.getpwuid(os.getuid())
     except KeyError:
@@ -100,7 +101,7 @@ def users():
     }
 
 
-def home():
+def home() -> Facts:
     place = os.path.expanduser("~")
     return {
         "below /home or /root": place.startswith(("/home/", "/root")),
@@ -111,12 +112,12 @@ def home():
     }
 
 
-def shell_history():
+def shell_history() -> Facts:
     lines = text(os.path.expanduser("~/.bash_history")).splitlines()
     return {"there is one": bool(lines), "ten lines": len(lines) >= 10}
 
 
-def clock():
+def clock() -> Facts:
     up = text("/proc/uptime").split() or ["0"]
     return {
         "time zone": os.path.exists("/etc/localtime"),
@@ -126,7 +127,7 @@ def clock():
     }
 
 
-def locale():
+def locale() -> Facts:
     language = os.environ.get("LANG", "")
     return {
         "LANG is set": bool(language),
@@ -136,14 +137,14 @@ def locale():
     }
 
 
-def tools():
-    found = {name: shutil.which(name) is not None for name in TOOLS}
+def tools() -> Facts:
+    found: Facts = {name: shutil.which(name) is not None for name in TOOLS}
     found["package database"] = bool(text("/var/lib/dpkg/status"))
     found["os-release"] = bool(text("/etc/os-release"))
     return found
 
 
-def network():
+def network() -> Facts:
     own = socket.gethostname()
     return {
         "interface besides loopback": any(name != "lo" for _, name in socket.if_nameindex()),
@@ -155,7 +156,7 @@ def network():
     }
 
 
-def container_marks():
+def container_marks() -> Facts:
     state = status()
     places = mounts()
     control = text("/proc/self/cgroup")
@@ -171,22 +172,10 @@ def container_marks():
     }
 
 
-PROBES = (
-    hardware,
-    init,
-    processes,
-    users,
-    home,
-    shell_history,
-    clock,
-    locale,
-    tools,
-    network,
-    container_marks,
-)
+PROBES = (hardware, init, processes, users, home, shell_history, clock, locale, tools, network, container_marks)
 
 
-def look():
+def look() -> dict[str, Facts]:
     return {probe.__name__.replace("_", " "): probe() for probe in PROBES}
 
 

@@ -112,7 +112,7 @@ def rollout_seed(run_seed: int, of: int | str, member: int) -> int:
 
 
 class Rollout:
-    """One attempt at a task. The row of its trajectory must exist; its state is final when `run` or `regrade` is over."""
+    """One attempt at a task. The row of its trajectory must exist; its state is final after `run` or `regrade`."""
 
     def __init__(
         self,

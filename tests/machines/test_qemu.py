@@ -35,9 +35,8 @@ from rollmill.machines.namespace.emulation import kernel_directory
 from rollmill.machines.pool import Pool, PoolConfig
 from rollmill.machines.probe import probe
 from rollmill.machines.qemu import ram
-from rollmill.machines.qemu.host import QemuHost
+from rollmill.machines.qemu.host import QemuHost, QemuMachine
 from rollmill.machines.qemu.launch import start
-from rollmill.machines.qemu.machine import QemuMachine
 from rollmill.machines.qemu.vm import Saved, Vm
 from tests.environments.harnesses.test_coding import ScriptedModel
 from tests.environments.harnesses.test_command import ASK, SAMPLING, text

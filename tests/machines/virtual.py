@@ -8,8 +8,7 @@ import pytest
 import pytest_asyncio
 
 from rollmill.errors import MachineError
-from rollmill.machines.qemu.host import QemuConfig, QemuHost
-from rollmill.machines.qemu.machine import QemuMachine
+from rollmill.machines.qemu.host import QemuConfig, QemuHost, QemuMachine
 from rollmill.machines.qemu.parts import find_parts
 
 CONFIG = QemuConfig(disk_mb=16, processes=32)

@@ -91,7 +91,7 @@ class Limits(NamedTuple):
             resource.RLIMIT_MEMLOCK: _LOCKED,
             **COMMAND_MARK,
         }
-        if self.count_processes:  # commands of pid 1's user share the count with it and its keeper
+        if self.count_processes:  # commands of pid 1's user share the count with it and its cloner
             wanted[resource.RLIMIT_NPROC] = self.processes + (0 if self.own_user else 2)
         rlimits = {}
         for which, value in wanted.items():
@@ -162,7 +162,7 @@ def keep_only(connection: int, commands: int | None = None) -> None:
 
 
 def prepare(plan: Plan) -> None:
-    """What a machine inherits from the process that clones it, its keeper or the first process of a guest."""
+    """What a machine inherits from the process that clones it, its cloner or the first process of a guest."""
     user = 0 if plan.own_user else layout.USER_ID
     if plan.own_user:  # otherwise the kernel forbids it; the groups that stay give access to nothing in here
         os.setgroups([])

@@ -24,7 +24,7 @@ _SHARE = "cpu"  # the controller; a group has one share unless something is writ
 _SHARE_FILES, _ONE_SHARE, _MOST_SHARES = ("cpu.shares", "cpu.weight"), (1024, 100), 100  # version 1, 2
 _EVENT_FILES = ("memory.oom_control", "memory.events")  # version 1, 2
 _COMMANDS = "user.slice"  # the name that commands see
-_OWN = 16 << 20  # bytes of memory of pid 1 and its keeper, beside what commands may use
+_OWN = 16 << 20  # bytes of memory of pid 1 and its cloner, beside what commands may use
 
 ENTER = b"0"  # the process that writes it
 
@@ -136,7 +136,7 @@ def find(memory: int, processes: int) -> Groups | None:
     """Groups for our machines; None if the kernel or the permissions do not allow any."""
     # a process of another pid namespace, in another container for example, may have the same pid
     name = f"rollmill-{os.getpid()}-{os.stat('/proc/self/ns/pid').st_ino}"
-    limits = {"memory": memory, "pids": processes + 1}  # and the keeper
+    limits = {"memory": memory, "pids": processes + 1}  # and the cloner
     own = _own_groups()
     if _UNIFIED in own:
         mount = _ROOT if os.path.exists(f"{_ROOT}/cgroup.controllers") else f"{_ROOT}/unified"

@@ -33,11 +33,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 from rollmill.errors import ObjectMissing, TaskError
+from rollmill.machines.agent_machine import AgentMachineConfig
 from rollmill.machines.images import layers
 from rollmill.machines.images.os_layer import architecture_of, python_version, unpacked_root
 from rollmill.machines.images.services import STATE, Service
@@ -105,23 +106,12 @@ def python_platform(root: str | None = None) -> str:
     return f"{version[0]}.{version[1]} linux-{architecture}"
 
 
-class Places(Protocol):
-    """The settings of a machine that say where images are."""
-
-    @property
-    def images(self) -> str | None: ...
-    @property
-    def image_mb(self) -> int: ...
-    @property
-    def image_store(self) -> str | None: ...
-
-
-async def obtain_image(name: str, places: Places) -> Image:
+async def obtain_image(name: str, config: AgentMachineConfig) -> Image:
     """The image of that name, fetched from the store of images if it is not on this host. Errors as `load_image`."""
-    folder = places.images is not None and Path(places.images, name).is_dir()
-    if places.image_store is not None and name != BUILT_IN and not folder and find_record(name) is None:
-        await asyncio.to_thread(_fetch_once, name, places.image_store)
-    return load_image(name, places.images, max_bytes=places.image_mb << 20)
+    folder = config.images is not None and Path(config.images, name).is_dir()
+    if config.image_store is not None and name != BUILT_IN and not folder and find_record(name) is None:
+        await asyncio.to_thread(_fetch_once, name, config.image_store)
+    return load_image(name, config.images, max_bytes=config.image_mb << 20)
 
 
 def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) -> Image:

@@ -1,6 +1,6 @@
 """Machines made of Linux namespaces: each has its own root, processes and network, and shares the host's kernel.
 
-    client.py    in the dispatcher: NamespaceHost; its machines are in machine.py (asyncio)
+    client.py    in the dispatcher: NamespaceHost and its machines (asyncio)
       │  starts one
       ▼
     launch.py    builds the root file system of all machines in a mount namespace (root.py), then becomes

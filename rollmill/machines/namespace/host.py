@@ -3,7 +3,7 @@
 It waits for two things: a message from the client on the control socket, and the end of a machine's pid 1. If the
 client is gone (end of file), all machines end. When pid 1 ends, the kernel kills everything else in the machine.
 
-Machines are clones of keepers (slot.py), and these are copies of this process. A few machines are made ahead, while
+Machines are clones of cloners (slot.py), and these are copies of this process. A few machines are made ahead, while
 nobody waits for this process: then a caller does not wait for the set-up.
 
     client: {"op": "create", "id": 7}   host: {"id": 7} + the machine's socket, or {"id": 7, "error": "…"}
@@ -33,25 +33,25 @@ from typing import Any, NamedTuple
 from rollmill.machines.guest import agent, cgroups, layout, seccomp
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.namespace import forks, inodes
-from rollmill.machines.namespace.slot import Keeper
+from rollmill.machines.namespace.slot import Cloner
 
 # Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
 # 0x6FFFFFFF). Two per machine: one for pid 1, one for its commands, because the kernel counts processes by user id.
 _HIGHEST_USER = 0x70010000
 _AHEAD = 8  # machines that are made ahead
 _AT_ONCE = 4  # of them are made at the same time, at most
-_KEEPERS = 32  # of slots that nobody uses; each holds about a megabyte
+_CLONERS = 32  # of slots that nobody uses; each holds about a megabyte
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
 
 class _Slot:
-    """A place for one machine at a time: its own user ids, control groups and keeper."""
+    """A place for one machine at a time: its own user ids, control groups and cloner."""
 
     def __init__(self, number: int, group: cgroups.Slot | None) -> None:
         self.number = number
         self.group = group
-        self.keeper: Keeper | None = None
+        self.cloner: Cloner | None = None
 
 
 class _Machine(NamedTuple):
@@ -180,7 +180,7 @@ class Host:
             slot = None
             try:
                 slot = self._free.pop() if self._free else self._new_slot()
-                self._keeper_of(slot).ask()
+                self._cloner_of(slot).ask()
                 asked.append(slot)
             except OSError as error:
                 self._free += [] if slot is None else [slot]
@@ -197,25 +197,25 @@ class Host:
         if problem is not None:
             raise problem
 
-    def _keeper_of(self, slot: _Slot) -> Keeper:
-        if slot.keeper is None:
+    def _cloner_of(self, slot: _Slot) -> Cloner:
+        if slot.cloner is None:
             identify = partial(self._map_identity, user=self._user_of(slot.number))
             if self._own_devices:
                 inodes.make_devices(slot.number)
-            slot.keeper = Keeper(self._plan, slot.group, identify, slot.number, own_files=self._own_files)
-        return slot.keeper
+            slot.cloner = Cloner(self._plan, slot.group, identify, slot.number, own_files=self._own_files)
+        return slot.cloner
 
     def _take(self, slot: _Slot) -> _Machine:
-        """The machine that the keeper of a slot was asked for."""
-        keeper = self._keeper_of(slot)
+        """The machine that the cloner of a slot was asked for."""
+        cloner = self._cloner_of(slot)
         try:
-            pid, pidfd, client_end = keeper.take()
+            pid, pidfd, client_end = cloner.take()
         except ConnectionError:  # someone has killed it: the next one makes the machine
-            keeper.end()
-            slot.keeper = None
-            keeper = self._keeper_of(slot)
-            keeper.ask()
-            pid, pidfd, client_end = keeper.take()
+            cloner.end()
+            slot.cloner = None
+            cloner = self._cloner_of(slot)
+            cloner.ask()
+            pid, pidfd, client_end = cloner.take()
         tree = forks.Tree(pid, self._user_of(slot.number), slot)
         kills = slot.group.memory_kills() if slot.group else 0
         return _Machine(pid, pidfd, slot, tree, client_end, kills)
@@ -241,12 +241,12 @@ class Host:
 
     def _leave(self, slot: _Slot) -> None:
         """Nobody uses a slot any more."""
-        if len(self._free) < _KEEPERS:
+        if len(self._free) < _CLONERS:
             self._free.append(slot)
             return
-        if slot.keeper is not None:
-            slot.keeper.end()
-            slot.keeper = None
+        if slot.cloner is not None:
+            slot.cloner.end()
+            slot.cloner = None
         self._free.insert(0, slot)
 
     def _reap(self, machine: _Machine) -> None:
@@ -280,8 +280,8 @@ class Host:
         for machine in [*self._machines.values(), *self._spare]:
             self._discard(machine)
         for slot in self._free:
-            if slot.keeper is not None:
-                slot.keeper.end()
+            if slot.cloner is not None:
+                slot.cloner.end()
         if self._groups is not None:
             self._groups.remove()
 
@@ -314,7 +314,7 @@ class Host:
     def _separates(self) -> bool:
         """Whether a slot can have files on inodes of its own."""
         try:
-            Keeper(self._plan, None, partial(self._map_identity, user=self._user_of(0)), 0, own_files=True).end()
+            Cloner(self._plan, None, partial(self._map_identity, user=self._user_of(0)), 0, own_files=True).end()
         except OSError:
             return False
         return True

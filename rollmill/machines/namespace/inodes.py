@@ -1,7 +1,7 @@
 """Files of a slot's own: what all machines see, on inodes that no other slot has.
 
 Locks and watches belong to inodes, and a read-only mount does not hinder them: with the host's own inodes, `flock` on
-/usr/bin/ls carries messages from one machine to another, and inotify tells what the host runs. So the keeper of a slot
+/usr/bin/ls carries messages from one machine to another, and inotify tells what the host runs. So the cloner of a slot
 puts an overlay over every shared tree. Its files are inodes of the slot; contents and page cache stay the host's.
 Devices are made anew for each slot, where the host may make devices.
 """
@@ -15,7 +15,7 @@ import stat
 from rollmill.machines.guest import layout
 from rollmill.machines.guest import linux as kernel
 
-_STAGE, _EMPTY = layout.TEMPORARY, layout.HOME  # in the mount namespace of a keeper, where both are empty directories
+_STAGE, _EMPTY = layout.TEMPORARY, layout.HOME  # in the mount namespace of a cloner, where both are empty directories
 _DEVICES = layout.WORK  # of all slots, in the mount namespace of the machine host
 _SEALED = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 _DEVICE = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC

@@ -1,13 +1,13 @@
-"""The keeper of a slot: the process whose clones are the machines of that slot, one after the other.
+"""The cloner of a slot: the process whose clones are the machines of that slot, one after the other.
 
 It is in the control groups and the user namespace of the slot, so its clones are there from their first instruction.
 Otherwise each machine would have to be moved into its groups: with version 1 that waits about 10 ms, in which no
 process of the whole system can fork or end. What is the same for each machine of a slot is set once, here.
 
-No machine sees its keeper: it has process ids, mounts, a network and interprocess communication of its own.
+No machine sees its cloner: it has process ids, mounts, a network and interprocess communication of its own.
 
-    keeper: b"r", once it is in its namespaces: the host maps its users and sends b"g"
-    host: b"c"    keeper: process id of a machine, 0, and the client's end of its socket; or 0, errno, and words
+    cloner: b"r", once it is in its namespaces: the host maps its users and sends b"g"
+    host: b"c"    cloner: process id of a machine, 0, and the client's end of its socket; or 0, errno, and words
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CLONE = b"c"
 _MOST_WORDS = 300  # bytes
 
 
-class Keeper:
+class Cloner:
     """The host's side."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Keeper:
         *,
         own_files: bool = False,
     ) -> None:
-        """`identify` maps the users of a process. `own_files`: see inodes.py. OSError: there is no keeper."""
+        """`identify` maps the users of a process. `own_files`: see inodes.py. OSError: there is no cloner."""
         self._connection, its = socket.socketpair()
         with its:
             try:
@@ -78,18 +78,18 @@ class Keeper:
             raise OSError(problem, message[_MADE.size :].decode("utf-8", "replace"))
 
     def ask(self) -> None:
-        """Ask for a machine. Several keepers can be asked before `take`: they work at the same time."""
+        """Ask for a machine. Several cloners can be asked before `take`: they work at the same time."""
         with contextlib.suppress(BrokenPipeError):  # `take` says so
             self._connection.send(_CLONE)
 
     def take(self) -> tuple[int, int, int]:
         """The machine that was asked for: its process id, its pidfd, and the client's end of its socket, an open file.
 
-        ConnectionError: someone has killed the keeper.
+        ConnectionError: someone has killed the cloner.
         """
         message, files, _, _ = socket.recv_fds(self._connection, _MADE.size + _MOST_WORDS, 1)
         if len(message) < _MADE.size:
-            raise ConnectionResetError("the keeper of a machine has ended")
+            raise ConnectionResetError("the cloner of a machine has ended")
         pid, problem = _MADE.unpack_from(message)
         if problem:
             raise OSError(problem, message[_MADE.size :].decode("utf-8", "replace"))

@@ -1,7 +1,6 @@
 """Virtual machines: each has a kernel of its own, and starts from the memory of a template that was booted once.
 
-    host.py        in the dispatcher: QemuHost boots one template per image, and restores machines from it
-    machine.py     one machine: requests to its agent, snapshot, fork, pause (asyncio)
+    host.py        in the dispatcher: QemuHost boots one template per image, and restores machines from it (asyncio)
       │
     vm.py          one QEMU process: its arguments, its monitor, start, restore, save, end
     ram.py         copies of guest memory: the template's, with the pages that a machine has changed

@@ -1,6 +1,6 @@
 """Machines of other hosts, behind a URL. `rollmill machines serve` offers those of a host to two kinds of clients.
 
-    client.py      [machine] kind = "remote": places machines over several hosts; machine.py: one of them
+    client.py      [machine] kind = "remote": places machines over several hosts
       │  frames over HTTP (routes.py), ports over WebSockets (ports.py)
       ▼
     service.py     the machines that are lent: leases, tokens, capacity       ◄── e2b*.py, rpc.py: for E2B's SDKs

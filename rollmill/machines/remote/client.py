@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,12 +21,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rollmill.config import Config
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from rollmill.keepalive import keepalive_connector
+from rollmill.machines.framed_machine import Answer, FramedMachine
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.host_choice import Place, Placement
 from rollmill.machines.machine import Capabilities, MachineHost, Snapshot
-from rollmill.machines.remote.machine import HostLost, RemoteMachine
 from rollmill.machines.remote.outward import Workers
-from rollmill.machines.remote.ports import CHANNEL
+from rollmill.machines.remote.ports import CHANNEL, RemotePort
 from rollmill.tls import server_context
 
 _CAPABILITIES = TypeAdapter(Capabilities)
@@ -35,6 +36,7 @@ _FIRST_START_S = 240.0  # a host may have to fetch the image, or to boot its tem
 _RENEW_S = 15.0
 _LOOK_S = 0.5  # between two looks for room, by all that wait
 _ASKED_AT_ONCE = 64  # hosts
+_ANSWERED: dict[str, tuple[str, type]] = {"snapshot": ("snapshot", str), "fork": ("machines", list)}
 
 
 class RemoteConfig(Config):
@@ -63,6 +65,10 @@ class RemoteConfig(Config):
         description="How long a machine may wait for room, in seconds. Then the episode fails as one that the "
         "infrastructure lost, and is tried again.",
     )
+
+
+class HostLost(MachineError):
+    """A host of machines does not answer, or has forgotten a machine."""
 
 
 class RemoteHost(MachineHost):
@@ -309,6 +315,71 @@ class RemoteHost(MachineHost):
             # a host that hangs must not cost machines of others their leases
             async with at_once, asyncio.timeout(_RENEW_S / 3):
                 await self.ask(place, "POST", "/machines/renew", wire.pack({"ids": ids}), timeout_s=0.0)
+
+
+class RemoteMachine(FramedMachine):
+    limits_told = (*FramedMachine.limits_told, "machine")
+
+    def __init__(self, host: RemoteHost, place: Place, identifier: str, image: str, capabilities: Capabilities) -> None:
+        self._host = host
+        self.place = place
+        self.id = identifier
+        self.image = image
+        self.capabilities = capabilities
+        self._closed = False
+        self._ports: list[RemotePort] = []
+
+    async def request(
+        self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, max_body: int = wire.MAX_BODY
+    ) -> Answer | None:
+        path, frame = f"/machines/{self.id}/{header['op']}", wire.pack(header, body)
+        reply, data = await self._host.ask(self.place, "POST", path, frame, timeout_s=timeout_s, max_body=max_body)
+        try:
+            return self.checked(header["op"], reply), data
+        except wire.WireError as error:
+            raise MachineError(f"the host {self.place.name} answered nonsense: {error}") from None
+
+    async def listen(self) -> tuple[socket.socket, int]:
+        port = RemotePort(lambda path: self._host.open_channel(self.place, f"/machines/{self.id}/{path}"))
+        self._ports.append(port)
+        return await port.listen()
+
+    async def snapshot(self) -> Snapshot:
+        return Snapshot(self.image, (self.place, str((await self._ask("snapshot", {}))["snapshot"])))
+
+    async def fork(self, count: int = 1) -> list[RemoteMachine]:
+        made = (await self._ask("fork", {"count": count}))["machines"]
+        self.place.running += len(made)
+        return [self._host.adopt(self.place, answer) for answer in made]
+
+    async def prepare(self) -> None:
+        await self._ask("prepare", {})
+
+    async def pause(self) -> None:
+        await self._ask("pause", {})
+
+    async def resume(self) -> None:
+        await self._ask("resume", {})
+
+    async def close(self) -> None:
+        """End the machine. If its host does not answer, its lease ends it."""
+        if self._closed:
+            return
+        self._closed = True
+        for port in self._ports:
+            await port.close()
+        try:
+            with contextlib.suppress(HostLost):
+                await self._host.ask(self.place, "DELETE", f"/machines/{self.id}", b"", timeout_s=0.0)
+        finally:
+            self._host.ended(self)
+
+    async def _ask(self, operation: str, header: dict[str, Any]) -> dict[str, Any]:
+        reply, _ = await self.request({"op": operation, **header}, max_body=0) or ({}, b"")
+        wanted = _ANSWERED.get(operation)
+        if wanted is not None and not isinstance(reply.get(wanted[0]), wanted[1]):
+            raise MachineError(f"the host {self.place.name} answered nonsense to {operation!r}")
+        return reply
 
 
 def _check_status(place: Place, response: aiohttp.ClientResponse, text: bytes) -> None:

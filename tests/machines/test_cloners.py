@@ -1,4 +1,4 @@
-"""Keepers: the processes whose clones are machines (namespace/keeper.py)."""
+"""Cloners: the processes whose clones are machines (namespace/cloner.py)."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from rollmill.machines.namespace.client import NamespaceHost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEPT, SPARE = 32, 8
-# a keeper whose users nobody has mapped, in a process without threads
+# a cloner whose users nobody has mapped, in a process without threads
 CANNOT_PREPARE = """
 from types import SimpleNamespace
-from rollmill.machines.namespace.slot import Keeper
-keeper = Keeper(SimpleNamespace(own_user=True), None, lambda pid: None)
-keeper.ask()
+from rollmill.machines.namespace.slot import Cloner
+cloner = Cloner(SimpleNamespace(own_user=True), None, lambda pid: None)
+cloner.ask()
 try:
-    keeper.take()
+    cloner.take()
 except OSError as error:
     print(type(error).__name__, error)
-keeper.end()
+cloner.end()
 """
 
 
 def children(host: NamespaceHost) -> tuple[list[int], list[int]]:
-    """Process ids of the keepers of a machine host, and of its machines."""
+    """Process ids of the cloners of a machine host, and of its machines."""
     assert host._process is not None
     own = host._process.pid
     found: tuple[list[int], list[int]] = ([], [])
@@ -58,15 +58,15 @@ def wait_for(state: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-async def test_a_killed_keeper_is_replaced(any_host: NamespaceHost) -> None:
+async def test_a_killed_cloner_is_replaced(any_host: NamespaceHost) -> None:
     first = await any_host.create(BUILT_IN, {"a": b"1"})
-    keepers, _ = children(any_host)
-    for keeper in keepers:
-        os.kill(keeper, signal.SIGKILL)
+    cloners, _ = children(any_host)
+    for cloner in cloners:
+        os.kill(cloner, signal.SIGKILL)
     machines = await asyncio.gather(*(any_host.create(BUILT_IN) for _ in range(16)))  # more than are made ahead
     results = await asyncio.gather(*(machine.exec(["true"]) for machine in machines))
     assert [result.exit_code for result in results] == [0] * 16
-    assert await first.read("a") == b"1", "a machine does not need its keeper"
+    assert await first.read("a") == b"1", "a machine does not need its cloner"
     await asyncio.gather(*(machine.close() for machine in [first, *machines]))
 
 
@@ -158,7 +158,7 @@ async def test_one_machine_after_the_other_in_a_slot_finds_nothing_of_it(host: N
     assert len(seen) == 1
 
 
-async def test_keepers_that_nobody_needs_end(host: NamespaceHost) -> None:
+async def test_cloners_that_nobody_needs_end(host: NamespaceHost) -> None:
     machines = await asyncio.gather(*(host.create(BUILT_IN) for _ in range(KEPT + SPARE + 20)))
     assert len(children(host)[0]) >= len(machines)
     await asyncio.gather(*(machine.close() for machine in machines))
@@ -173,7 +173,7 @@ async def test_no_more_machines_are_made_ahead_than_wanted(host: NamespaceHost) 
         await machine.close()
 
 
-async def test_a_keeper_says_why_it_cannot_go_on() -> None:
+async def test_a_cloner_says_why_it_cannot_go_on() -> None:
     words = [sys.executable, "-c", CANNOT_PREPARE]
     done = subprocess.run(words, capture_output=True, text=True, check=True)  # noqa: ASYNC221
     assert done.stdout == "PermissionError [Errno 1] Operation not permitted\n"
