@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,13 +30,13 @@ from rollmill.environments.rewards.clean import UNASKED
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
 from rollmill.kinds import build
+from rollmill.machines.finish_image import other_name, verify
 from rollmill.machines.images import image as images
 from rollmill.machines.images import layers
 from rollmill.machines.images.build import build_image, remove_image
 from rollmill.machines.images.image import ImageRecord, LayerRecord
 from rollmill.machines.images.tar import ArchiveError, Tar
 from rollmill.machines.machine import ExecResult, Machine, MachineHost, MachineSection, MachineWrapper
-from rollmill.machines.verify_image import verify
 from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
 from rollmill.types import Sampling
 
@@ -125,17 +124,14 @@ async def _keep_verified(
 ) -> ImageRecord:
     """Name the image once a machine of it has passed: what an image does not keep (links, modes, other directories)
     must not be needed."""
-    unverified = f"{name[:40]}.unverified-{os.getpid()}"
-    record = _keep(unverified, recipe, packed, transcripts)
-    try:
+    with other_name(name) as unverified:
+        record = _keep(unverified, recipe, packed, transcripts)
         machine = await machines.create(unverified)
         try:
             await verify(machine, recipe.verify)
         finally:
             await machine.close()
         images.keep_record(name, record)
-    finally:
-        remove_image(unverified)
     return record
 
 

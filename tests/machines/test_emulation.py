@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import MachineError, TaskError
-from rollmill.machines import emulation_probe
+from rollmill.machines import probe
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.images.image import BUILT_IN, Image, Places
 from rollmill.machines.machine import Machine
@@ -25,10 +25,10 @@ OTHER = emulation.other()
 
 async def test_the_smallest_program_runs_on_this_host(tmp_path: Path) -> None:
     """So what the probe tries is a real program, and not its emulator's forgiveness."""
-    (tmp_path / "hello").write_bytes(emulation_probe.program(platform.machine()))
+    (tmp_path / "hello").write_bytes(probe.program(platform.machine()))
     (tmp_path / "hello").chmod(0o755)
     done = subprocess.run([tmp_path / "hello"], capture_output=True, check=False)  # noqa: ASYNC221
-    assert (done.returncode, done.stdout) == (emulation_probe.EXIT_CODE, emulation_probe.WORDS)
+    assert (done.returncode, done.stdout) == (probe.EXIT_CODE, probe.WORDS)
     assert emulation.interpreter_of(tmp_path / "hello") is None
     loader = emulation.interpreter_of(Path("/proc/self/exe"))
     assert loader is None or Path(loader).exists()
@@ -37,7 +37,7 @@ async def test_the_smallest_program_runs_on_this_host(tmp_path: Path) -> None:
 async def test_programs_of_another_architecture_run_in_their_machine_alone(tmp_path: Path, host: NamespaceHost) -> None:
     if why := emulation.missing(OTHER):
         pytest.skip(why)
-    emulation_probe.write_tree(tmp_path / "tree", OTHER)
+    probe.write_tree(tmp_path / "tree", OTHER)
     tmp_path.chmod(0o755)
     for path in tmp_path.parents[:2]:
         path.chmod(0o755)
@@ -46,28 +46,28 @@ async def test_programs_of_another_architecture_run_in_their_machine_alone(tmp_p
         machine = await other.create(BUILT_IN)
         assert machine.capabilities.architecture == OTHER
         result = await machine.exec(["hello"])
-        assert (result.exit_code, result.output) == (emulation_probe.EXIT_CODE, emulation_probe.WORDS)
+        assert (result.exit_code, result.output) == (probe.EXIT_CODE, probe.WORDS)
         assert (await machine.exec(["python3", "-c", "1"])).exit_code == 127, "it has no Python of its own"
         (fork,) = await machine.fork()
-        assert (await fork.exec(["/bin/hello"])).output == emulation_probe.WORDS
+        assert (await fork.exec(["/bin/hello"])).output == probe.WORDS
         for _ in range(16):  # in each slot more than once: the rule of a machine is not in the way of the next one
             again = await other.create(BUILT_IN)
-            assert (await again.exec(["hello"])).output == emulation_probe.WORDS
+            assert (await again.exec(["hello"])).output == probe.WORDS
             await again.close()
         # a rule belongs to the machine: no other machine has it, and no command can change it
         if not _has_rule_for_all(tmp_path / "tree/usr/bin/hello"):
-            plain = await host.create(BUILT_IN, {"hello": emulation_probe.program(OTHER)})
-            assert (await plain.exec(["sh", "-c", "chmod +x hello; ./hello"])).exit_code != emulation_probe.EXIT_CODE
+            plain = await host.create(BUILT_IN, {"hello": probe.program(OTHER)})
+            assert (await plain.exec(["sh", "-c", "chmod +x hello; ./hello"])).exit_code != probe.EXIT_CODE
             await plain.close()
     finally:
         await other.close()
-    assert await emulation_probe.try_emulation(OTHER) is None
+    assert await probe.try_emulation(OTHER) is None
 
 
 def _has_rule_for_all(program: Path) -> bool:
     """Whether this whole host runs programs of the other architecture: then all its machines do."""
     try:
-        return subprocess.run([program], capture_output=True, check=False).returncode == emulation_probe.EXIT_CODE
+        return subprocess.run([program], capture_output=True, check=False).returncode == probe.EXIT_CODE
     except OSError:
         return False
 
@@ -110,10 +110,10 @@ async def test_slowdown_is_measured_once_and_leaves_no_machine(monkeypatch: pyte
 async def test_the_emulator_comes_from_either_package_of_debian(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    static = emulation_probe.program(OTHER)
+    static = probe.program(OTHER)
     dynamic = bytearray(static)  # its words are the path of a loader
     struct.pack_into("<I", dynamic, 64, 3)
-    for at, value in ((72, len(static) - len(emulation_probe.WORDS)), (96, len(emulation_probe.WORDS))):
+    for at, value in ((72, len(static) - len(probe.WORDS)), (96, len(probe.WORDS))):
         struct.pack_into("<Q", dynamic, at, value)
     name, plain = emulation.names_of(OTHER)
     debian_12 = {"qemu-user": (plain, bytes(dynamic)), "qemu-user-static": (name, static)}

@@ -13,9 +13,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from rollmill.machines.guest.frames import WireError
-from rollmill.machines.qemu.forward import CONNECT, Forwarder
 from rollmill.machines.qemu.ports import Ports
-from rollmill.machines.qemu.streams import CREDIT, DATA, MARK_BYTES, MOST, NUMBER, WINDOW, Streams
+from rollmill.machines.qemu.streams import CONNECT, CREDIT, DATA, MARK_BYTES, MOST, NUMBER, WINDOW, Forwarder, Streams
 
 
 @contextlib.contextmanager

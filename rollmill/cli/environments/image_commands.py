@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rollmill.errors import ConfigError, TaskError
+from rollmill.machines.finish_image import build_verified, build_with_services
 from rollmill.machines.images.build import build_image, check_python, list_images, remove_image
-from rollmill.machines.images.build_services import build_with_services
 from rollmill.machines.images.image import fetch_image, images_directory, push_image
 from rollmill.machines.images.services import read_services
-from rollmill.machines.verify_image import build_verified
 from rollmill.rollouts.agent_endpoint import Endpoint
 from rollmill.rollouts.autoinstall import install_repository
 

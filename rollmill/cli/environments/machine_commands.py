@@ -19,11 +19,11 @@ from rollmill.config import validate_config
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 from rollmill.machines import fidelity as measure
-from rollmill.machines.emulation_probe import try_emulation
 from rollmill.machines.fidelity import look
 from rollmill.machines.images.build import keep_fidelity
 from rollmill.machines.machine import MachineSection
 from rollmill.machines.namespace.emulation import other
+from rollmill.machines.probe import try_emulation
 from rollmill.machines.qemu.setup import set_up
 from rollmill.machines.remote.app import make_app, serve_outwards
 from rollmill.machines.remote.service import Service

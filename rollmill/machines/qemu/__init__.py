@@ -10,7 +10,7 @@
       │  inside the guest
       ▼
     init.py        its first process: loads modules, starts the agent of guest/agent.py, renews the guest's identity
-    forward.py     carries connections to the guest's loopback ports; ports.py is the host's end, streams.py both
+    streams.py     carries connections to the guest's loopback ports; ports.py is the host's end
 
 A guest has no disk and no network card. Its files are in its memory, so memory and device state are all there is to
 save. Guest memory is an anonymous file (memfd): the template's is mapped privately by every machine, so untouched pages

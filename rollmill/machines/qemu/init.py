@@ -38,7 +38,7 @@ from rollmill.machines.guest import agent, layout
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.guest import run_command as command
-from rollmill.machines.qemu.forward import Forwarder
+from rollmill.machines.qemu.streams import Forwarder
 
 AGENT_PORT, INIT_PORT, PORTS_PORT = "/dev/vport0p1", "/dev/vport0p2", "/dev/vport0p3"
 _NOBODY = 65534

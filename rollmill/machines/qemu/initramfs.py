@@ -54,7 +54,7 @@ _LEFT_OUT = frozenset(
 _LEFT_OUT_STARTS = ("config-", "_tkinter", "_test", "dist-packages")
 _MODULES = "/opt/modules"
 _ROOM = 64 << 20  # what a guest needs beside its files to boot
-_GUEST_CODE = ("init.py", "forward.py", "streams.py")
+_GUEST_CODE = ("init.py", "streams.py")
 _INIT = """#!/bin/sh
 {exports}
 exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init import main; main()'

@@ -1,6 +1,6 @@
 """The ports of a machine, on the host: what its programs connect to arrives at sockets of this process. asyncio.
 
-For each connection in the guest (forward.py) this end connects to the owner's socket. That is a Unix socket whose name
+For each connection in the guest (streams.py) this end connects to the owner's socket. That is a Unix socket whose name
 is deleted at once, so nobody else can connect to it, and no file is left. Frames of a guest are not trusted: one that
 makes no sense closes all its ports.
 """
@@ -16,8 +16,7 @@ from typing import Any
 
 from rollmill.machines.guest.frames import WireError
 from rollmill.machines.listener import connect, make_listener
-from rollmill.machines.qemu.forward import CONNECT, LISTEN, LISTENING, UNLISTEN
-from rollmill.machines.qemu.streams import CLOSE, NUMBER, Streams
+from rollmill.machines.qemu.streams import CLOSE, CONNECT, LISTEN, LISTENING, NUMBER, UNLISTEN, Streams
 
 
 class Ports:

@@ -1,11 +1,14 @@
-"""Many connections over one virtio port. The same code is at both ends of it: in the guest and on the host.
+"""Many connections over one virtio port. The same code is at both ends of it: in the guest, where `Forwarder` opens
+ports, and on the host (ports.py).
 
     frame     kind, number, length + data
     DATA      bytes of a connection
     CREDIT    as many bytes of it were taken: the other end may send as many more
     END       no more bytes will come from this end; the other direction goes on
     CLOSE     the connection is broken: nothing more in either direction
-    other     for the owner: `control` gets them (see ports.py)
+    LISTEN, UNLISTEN      from the host: open or close a port of the guest's loopback address, by number
+    LISTENING + the port  from the guest, or 0: there is none
+    CONNECT + a port      from the guest: a connection to it, which gets this number
 
 No end sends more than WINDOW bytes of a connection that were not taken, so a connection that nobody reads holds up no
 other one, and what an end has to keep is bounded.
@@ -26,6 +29,8 @@ from collections.abc import Callable
 from rollmill.machines.guest.frames import WireError
 
 DATA, CREDIT, END, CLOSE = 1, 2, 3, 4
+LISTEN, LISTENING, UNLISTEN, CONNECT = 16, 17, 18, 19
+_BACKLOG = 16
 NUMBER = struct.Struct("!I")
 MOST = 64  # connections at once
 MARK_BYTES = 32
@@ -223,3 +228,48 @@ class Streams:
         if stream.events:
             self._epoll.unregister(stream.connection)
         stream.connection.close()
+
+
+class Forwarder:
+    """A process of the guest, beside `init`: it carries connections to the host as a user without rights, and commands
+    do not see it."""
+
+    def __init__(self, port: int, mark: bytes) -> None:
+        self._streams = Streams(port, mark, self._control)
+        self._listeners: dict[int, socket.socket] = {}
+        self._connections = 0
+
+    def run(self) -> None:
+        while True:
+            self._streams.step(None)
+
+    def _control(self, kind: int, number: int, data: bytes) -> None:
+        if kind == LISTEN:
+            self._streams.send(LISTENING, number, NUMBER.pack(self._listen(number)))
+        elif kind == UNLISTEN and number in self._listeners:
+            listener = self._listeners.pop(number)
+            self._streams.remove_listener(listener)
+            listener.close()
+
+    def _listen(self, number: int) -> int:
+        try:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        except OSError:  # commands may have used up memory, or all ports
+            return 0
+        listener.setblocking(False)
+        self._listeners[number] = listener
+        self._streams.add_listener(listener, lambda: self._accept(number, listener))
+        port: int = listener.getsockname()[1]
+        return port
+
+    def _accept(self, number: int, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # whoever connected is gone
+            return
+        if self._streams.full:
+            connection.close()
+            return
+        self._connections += 1
+        self._streams.send(CONNECT, self._connections, NUMBER.pack(number))
+        self._streams.add(self._connections, connection)

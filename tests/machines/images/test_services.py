@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rollmill.errors import ConfigError, MachineError, TaskError
+from rollmill.machines.finish_image import build_with_services
 from rollmill.machines.images import image as images
 from rollmill.machines.images import services
 from rollmill.machines.images.build import build_image
-from rollmill.machines.images.build_services import build_with_services
 from rollmill.machines.images.services import Service, read_services
 from rollmill.machines.machine import ExecResult, Machine, ProcessState
 from rollmill.machines.namespace.client import NamespaceConfig
