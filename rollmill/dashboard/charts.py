@@ -15,31 +15,16 @@ from markupsafe import Markup
 from rollmill.dashboard.render import render
 from rollmill.dashboard.scales import GAP, Format, Scale, linear, logarithmic, number, percent
 
-Draw = Callable[[float], Markup]
+Draw = Callable[[float, str], Markup]  # by its width, and what a screen reader says
 Point = tuple[float, float]
 Rect = tuple[str, float, float, float, float] | tuple[str, float, float, float, float, str]  # style, place, size, tip
 Text = tuple[float, float, str, str]  # place, words, style
 Bar = tuple[str, str, float, float, float]  # name, colour, value, low, high
-FULL, WIDE, NARROW = 1100.0, 540.0, 340.0
+WIDE, NARROW = 540.0, 340.0
 CHARACTER, BOLD = 6.4, 7.4  # estimated width of a character of chart text, to avoid overlaps
 MAX_COLUMNS = 160  # of hover columns; a pointer cannot tell more apart
 FEW_MARKS = 60  # dots that may be large
 MAX_MARKS = 500  # of dots or bars; more would not be visible
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A titled chart; `keys` maps colours to what they stand for."""
-
-    title: str
-    about: str
-    draw: Draw
-    keys: Mapping[str, str] = field(default_factory=dict)
-    full: bool = False  # as wide as the page
-
-    @property
-    def widths(self) -> tuple[float, float]:
-        return FULL if self.full else WIDE, NARROW
 
 
 @dataclass(frozen=True)
@@ -122,10 +107,10 @@ class _Drawn:
         return sorted(heights)[len(heights) // 2] if self.series.dots else heights[-1]
 
 
-def line_chart(series: Sequence[Series], axes: Axes, label: str) -> Draw:
-    """Lines over steps. The name of each stands at its end. `label` is what a screen reader says."""
+def line_chart(series: Sequence[Series], axes: Axes) -> Draw:
+    """Lines over steps. The name of each stands at its end."""
 
-    def draw(width: float) -> Markup:
+    def draw(width: float, label: str) -> Markup:
         frame = _frame(series, axes, width)
         drawn = [_place(frame, one) for one in series]
         columns, pitch = _hover(frame, axes, series)
@@ -134,10 +119,10 @@ def line_chart(series: Sequence[Series], axes: Axes, label: str) -> Draw:
     return draw
 
 
-def stacked_chart(columns: Sequence[tuple[float, Mapping[int, float]]], axes: Axes, label: str) -> Draw:
+def stacked_chart(columns: Sequence[tuple[float, Mapping[int, float]]], axes: Axes) -> Draw:
     """A share of 100 % by whole-number level (0, 1, 2 …) at each step. Levels above 4 share the darkest colour."""
 
-    def draw(width: float) -> Markup:
+    def draw(width: float, label: str) -> Markup:
         merged = _merge_columns(columns)
         frame = _frame([Series("", [(at, 1.0) for at, _ in merged], "")], axes, width, bars=len(merged))
         pitch = (frame.x.end - frame.x.start) / max(len(merged), 1)
@@ -157,10 +142,10 @@ def stacked_chart(columns: Sequence[tuple[float, Mapping[int, float]]], axes: Ax
     return draw
 
 
-def column_chart(columns: Sequence[tuple[float, float, str]], axes: Axes, label: str) -> Draw:
+def column_chart(columns: Sequence[tuple[float, float, str]], axes: Axes) -> Draw:
     """One bar per version: (position, value, colour), with dashed levels to compare it to."""
 
-    def draw(width: float) -> Markup:
+    def draw(width: float, label: str) -> Markup:
         positions = [position for position, _, _ in columns]
         span = max(positions) - min(positions)
         series = [Series("", [(position, value) for position, value, _ in columns], "")]
@@ -177,10 +162,10 @@ def column_chart(columns: Sequence[tuple[float, float, str]], axes: Axes, label:
     return draw
 
 
-def interval_chart(rows: Sequence[tuple[str, str, Sequence[Bar]]], label: str) -> Draw:
+def interval_chart(rows: Sequence[tuple[str, str, Sequence[Bar]]]) -> Draw:
     """Rows of bars with whiskers, (title, note, bars), on one axis from 0 to 100 %."""
 
-    def draw(width: float) -> Markup:
+    def draw(width: float, label: str) -> Markup:
         labels = 176.0 if width > NARROW else 0.0
         height, gap, head = 18.0, 26.0, 0.0 if labels else 20.0
         scale = Scale(0.0, 1.0, labels + 4, width - (120.0 if labels else 14.0))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from markupsafe import Markup
 
-from rollmill.dashboard.charts import Axes, Figure, Point, Series, line_chart
+from rollmill.dashboard.charts import Axes, Point, Series, line_chart
 from rollmill.dashboard.figures import Event, finite
 from rollmill.dashboard.queries import StepCost
 from rollmill.dashboard.render import render
@@ -38,25 +38,9 @@ def costs_chapter(steps: Mapping[int, StepCost], trained: Mapping[int, float], b
         ("Engine time", duration(sum(engine.values()) / everything), "per solved attempt"),
         ("Trainer time", duration(sum(trainer.values()) / everything), "per solved attempt"),
     ]
-    figures = [
-        Figure(
-            "Tokens per solved attempt",
-            "All tokens sampled for a step's groups, failed attempts too, over the attempts that were solved.",
-            line_chart(
-                [Series("", tokens, "plum", smooth=True)], Axes("step", "tokens", floor=0.0), "Tokens per solved"
-            ),
-        )
-    ]
-    if series:
-        figures.append(
-            Figure(
-                "Time per solved attempt",
-                "Seconds that engines decoded and the trainer worked. An engine or a rank has one device: on GPUs "
-                "these are GPU-seconds.",
-                line_chart(series, Axes("step", "seconds", duration, floor=0.0), "Busy seconds per solved attempt"),
-            )
-        )
-    return render("overview", "costs", tiles, figures)
+    per_attempt = line_chart([Series("", tokens, "plum", smooth=True)], Axes("step", "tokens", floor=0.0))
+    times = line_chart(series, Axes("step", "seconds", duration, floor=0.0)) if series else None
+    return render("overview", "costs", tiles, per_attempt, times)
 
 
 def _seconds(trained: Mapping[int, float], busy: Iterable[Event]) -> tuple[dict[int, float], dict[int, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rollmill.dashboard.charts import Bar, Figure, interval_chart
+from rollmill.dashboard.charts import Bar, Draw, interval_chart
 from rollmill.dashboard.figures import finite, without_nan
 from rollmill.dashboard.render import render
 from rollmill.dashboard.scales import GAP, minus, signed
@@ -69,7 +69,7 @@ def living_chapter(tree: Mapping[str, Any] | None, reading: str) -> Markup:
         ends = [*(move["at"] for move in cycle["moves"][1:]), None]
         moves = [(move, end and end - move["at"]) for move, end in zip(cycle["moves"], ends, strict=True)]
         cycles.append((cycle, moves, [_metric(metric) for metric in cycle["gate"] or ()]))
-    return render("living", "chapter", tree, _acceptance(tree), cycles, reading)
+    return render("living", "chapter", tree, _acceptance(tree), _gain(tree) if _measured(tree) else "", cycles, reading)
 
 
 def living_lead(tree: Mapping[str, Any] | None) -> Markup:
@@ -86,20 +86,14 @@ def _gain(tree: Mapping[str, Any]) -> str:
     return f"{value} points, 95{GAP}% interval {low} to {high}"
 
 
-def _acceptance(tree: Mapping[str, Any]) -> list[Figure]:
+def _acceptance(tree: Mapping[str, Any]) -> Draw | None:
     if not _measured(tree):
-        return []
+        return None
     bars: list[Bar] = []
     for name, colour in (("before", "before"), ("after", "ember")):
         value, low, high = (finite(tree[name][key], 0.0) for key in ("value", "low", "high"))
         bars.append((name, colour, value, low, high))
-    about = (
-        f"Share of {tree['measured']} conversations whose work its user would truly accept. The rule that makes "
-        f"rewards never sees it. The same tasks and draws before and after the cycle: {_gain(tree)}."
-    )
-    rows = [("True acceptance", f"{tree['users'] or 'of'} users", bars)]
-    chart = interval_chart(rows, "True acceptance before and after the cycle, with intervals")
-    return [Figure("True acceptance", about, chart, {"before": "before", "ember": "after"}, full=True)]
+    return interval_chart([("True acceptance", f"{tree['users'] or 'of'} users", bars)])
 
 
 def _metric(metric: Mapping[str, Any]) -> tuple[str, str, list[str], bool | None]:

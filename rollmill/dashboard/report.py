@@ -19,7 +19,6 @@ from rollmill.dashboard.figures import RunEvents, figures, find_eval
 from rollmill.dashboard.living import living_chapter, living_lead
 from rollmill.dashboard.loans import LoanRecord, loan_figures, loans_chapter
 from rollmill.dashboard.render import render, static
-from rollmill.dashboard.scales import number, percent
 from rollmill.errors import StorageError
 from rollmill.types import Trajectory
 
@@ -84,23 +83,8 @@ def lead(summary: Mapping[str, Any]) -> Markup:
 
 
 def tiles(summary: Mapping[str, Any]) -> Markup:
-    training, rollouts, staleness = summary["training"], summary["rollouts"], summary["staleness"]
-    weights, engines = summary["weights"], summary["engines"].values()
-    in_flight = sum(engine["switches_in_flight"] for engine in engines)
-    speed = [engine["tokens_per_s"] for engine in engines if engine["tokens_per_s"] is not None]
-    mean, most = ("–" if staleness[key] is None else number(round(staleness[key], 2)) for key in ("mean", "max"))
-    ratio = "–" if weights["delta_ratio"] is None else percent(weights["delta_ratio"], 1)
-    facts = [
-        ("Optimizer steps", number(training["steps"]), f"{number(training['tokens'])} tokens"),
-        ("Rollouts", number(rollouts["total"]), f"{number(rollouts['failed'])} failed"),
-        ("Staleness, mean", mean, f"at most {most} versions"),
-        ("Delta, of full size", ratio, f"{number(weights['deltas'])} deltas sent"),
-        ("Weight switches", number(summary["pauses"]["count"]), f"{number(in_flight)} in mid-answer"),
-        ("Tokens/s", number(round(sum(speed))) if speed else "–", f"sampled, engines: {len(speed)}"),
-        ("Restarts", number(summary["restarts"]), "of processes"),
-        ("Seed", "–" if summary["seed"] is None else str(summary["seed"]), ""),
-    ]
-    return render("pieces", "tiles", facts)
+    speeds = [engine["tokens_per_s"] for engine in summary["engines"].values() if engine["tokens_per_s"] is not None]
+    return render("chapters", "tiles", summary, speeds)
 
 
 def incidents(run: RunEvents) -> Markup:

@@ -7,10 +7,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rollmill.dashboard.charts import Bar, Figure, interval_chart
+from rollmill.dashboard.charts import Bar, interval_chart
 from rollmill.dashboard.figures import Event, RunEvents, find_eval, finite, gain_of, rate_of
 from rollmill.dashboard.render import render
-from rollmill.dashboard.scales import GAP, number, percent, signed
+from rollmill.dashboard.scales import number, percent, signed
 
 FAMILY = "heldout_family"
 SPLITS = {
@@ -33,15 +33,10 @@ def solving(run: RunEvents) -> Markup:
         gained = f", {signed(gain_of(before, after).value)} points" if before and after else ""
         rows.append((SPLITS.get(split, split), f"{mode}{gained}", bars))
     attempts = sum(int(finite(one.get("attempts"), 0)) for one in run.evals)
-    chart = Figure(
-        "Solve rate before and after reinforcement",
-        f"{number(attempts)} attempts in all. Whiskers are 95{GAP}% intervals; attempts at one task count together.",
-        interval_chart(rows, "Bars of held-out solve rates before and after training, with intervals"),
-        {"before": "before", "ember": "after"},
-        full=True,
-    )
     results, families = [_result(one) for one in run.evals], _families(run)
-    return render("chapters", "solving", chart, (FAMILY, "sampled") in places, results, families)
+    return render(
+        "chapters", "solving", attempts, interval_chart(rows), (FAMILY, "sampled") in places, results, families
+    )
 
 
 def _bar(result: Event) -> Bar:

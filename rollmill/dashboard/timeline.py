@@ -61,12 +61,12 @@ def busy_share(stretches: Iterable[Stretch], start: float, end: float) -> float:
     return covered / (end - start) if end > start else 0.0
 
 
-def timeline(run: RunEvents, start: float, end: float, label: str) -> Draw:
+def timeline(run: RunEvents, start: float, end: float) -> Draw:
     """Draws the run between two moments, in seconds from the first event."""
     everything = lanes(run)
     origin = run.span[0]
 
-    def draw(width: float) -> Markup:
+    def draw(width: float, label: str) -> Markup:
         narrow = width <= NARROW
         left = 0.0 if narrow else 14 + BOLD * max(map(len, everything), default=0)
         scale = Scale(start, end, left, width - (0.0 if narrow else 84.0))

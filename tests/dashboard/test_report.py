@@ -360,15 +360,15 @@ def parse(drawing: str) -> ElementTree.Element:
 def test_charts_are_well_formed_and_inside_their_frame(width: float, points: int) -> None:
     values = [(float(index), abs(float(np.sin(index)))) for index in range(points)]
     axes = Axes("step", "share", floor=0.0)
-    drawings = [
-        line_chart([Series("a", values, "ember", smooth=True), Series("b", values, "steel", dots=True)], axes, "x")(
-            width
-        ),
-        line_chart([Series("a", values, "ember")], Axes("step", "share", log=True), "x")(width),
-        stacked_chart([(at, {0: 1.0, 3: value}) for at, value in values], axes, "x")(width),
+    cloud = [Series("a", values, "ember", smooth=True), Series("b", values, "steel", dots=True)]
+    charts = [
+        line_chart(cloud, axes),
+        line_chart([Series("a", values, "ember")], Axes("step", "share", log=True)),
+        stacked_chart([(at, {0: 1.0, 3: value}) for at, value in values], axes),
     ]
     if points:
-        drawings.append(column_chart([(at, value, "ember") for at, value in values], axes, "x")(width))
+        charts.append(column_chart([(at, value, "ember") for at, value in values], axes))
+    drawings = [chart(width, "x") for chart in charts]
     assert max(map(len, drawings)) < 250_000
     for drawing in map(parse, drawings):
         for rect in drawing.iter("rect"):
@@ -460,7 +460,7 @@ def test_a_smoothed_line_stays_where_its_points_are() -> None:
 
 def test_labels_of_equal_levels_stand_apart() -> None:
     axes = Axes("step", "solved", references={"before": 0.5, "after": 0.5, "other": 0.51})
-    drawing = ElementTree.fromstring(line_chart([Series("", [(0, 0.0), (1, 1.0)], "ember")], axes, "chart")(WIDE))
+    drawing = ElementTree.fromstring(line_chart([Series("", [(0, 0.0), (1, 1.0)], "ember")], axes)(WIDE, "chart"))
     heights = sorted(float(one.attrib["y"]) for one in drawing.iter("text") if one.text in axes.references)
     assert len(heights) == 3 and min(np.diff(heights)) >= 12
 
