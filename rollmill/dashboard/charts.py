@@ -22,7 +22,7 @@ Text = tuple[float, float, str, str]  # place, words, style
 Bar = tuple[str, str, float, float, float]  # name, colour, value, low, high
 WIDE, NARROW = 540.0, 340.0
 CHARACTER, BOLD = 6.4, 7.4  # estimated width of a character of chart text, to avoid overlaps
-MAX_COLUMNS = 160  # of hover columns; a pointer cannot tell more apart
+MAX_COLUMNS = 160  # of hover columns; more cannot be pointed at
 FEW_MARKS = 60  # dots that may be large
 MAX_MARKS = 500  # of dots or bars; more would not be visible
 

@@ -135,7 +135,7 @@ class RunEvents:
 
 
 def _numbered_through(steps: Sequence[Event]) -> list[Event]:
-    """The steps of all stages in order. Those of a second stage go on counting where the first one ended."""
+    """The steps of all stages in order. The numbers of a second stage continue those of the first."""
     found: list[Event] = []
     for stage in dict.fromkeys(step.get("stage") for step in sorted(steps, key=lambda step: step["at"])):
         before = finite(found[-1].get("step"), 0.0) if found else 0

@@ -1,4 +1,4 @@
-"""The overview as it is now. It is made when somebody asks for it, and viewers share one copy.
+"""The overview as it is now. It is made on request, and viewers share one copy.
 
 What runs and waits is read again at most once a second. Charts and figures are made again only when there are new
 events, and then take at most a twentieth of one core, however long the run is: they are kept for SHARE times as long as

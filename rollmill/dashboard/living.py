@@ -30,7 +30,7 @@ def living_figures(
     cycles: Sequence[Mapping[str, Any]], acceptance: Mapping[str, Any] | None, traffic: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What `report.json` says about cycles. `cycles`: number, facts and moves of each. `acceptance`: by task, whether
-    the work was truly accepted, before and after; None if nobody measured it."""
+    the work was truly accepted, before and after; None if it was not measured."""
     tree: dict[str, Any] = {**traffic, "cycles": [_cycle(each) for each in cycles]}
     tree |= dict.fromkeys(("users", "population", "before", "after", "gain", "measured"))
     if acceptance is not None:

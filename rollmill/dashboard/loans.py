@@ -12,7 +12,7 @@ from markupsafe import Markup
 from rollmill.dashboard.figures import Event, finite
 from rollmill.dashboard.render import render
 
-LOANS = ("lend", "returned")  # the events that tell it
+LOANS = ("lend", "returned")  # the kinds of events
 MOST_SHOWN = 30  # newest loans
 
 

@@ -1,7 +1,7 @@
 """What the dashboard asks the database. Each query reads through an index, and a bounded number of rows.
 
 A page of trajectories looks at no more than WINDOW of the newest ones per run key, however rare the wanted ones are; a
-link to the next page goes on from there.
+link to the next page continues from there.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ ACCEPTANCE = "acceptance.json"  # what simulated users truly thought, measured b
 
 def report_run(run: RunDirectory) -> Path:
     """Write `report.html` and `report.json` into the run's directory, and into its `store` if it has one."""
-    tell_untold_steps(run)
+    write_missing_steps(run)
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
     living, user_conversation = read_living(run)
     report = write_report(
@@ -67,19 +67,19 @@ def share_report(run: RunDirectory, *, anew: bool = False) -> None:
         send_report(objects, run.path)
 
 
-def tell_untold_steps(run: RunDirectory) -> None:
-    """Write the `step` events of committed steps that have none: their trainer was killed before it told, or its host
-    was lost with its last events."""
+def write_missing_steps(run: RunDirectory) -> None:
+    """Write the `step` events of committed steps that have none: their trainer was killed before it wrote
+    them, or its host was lost with its last events."""
     steps = [event for event in telemetry.read_events(run.events) if event["kind"] == "step"]
-    told = {(event.get("stage"), event.get("step")) for event in steps}
-    untold: list[dict[str, Any]] = []
+    written = {(event.get("stage"), event.get("step")) for event in steps}
+    missing: list[dict[str, Any]] = []
     for stage in run.config.stages:
         if isinstance(stage, RolloutSettings):
             ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
-            commits = {commit.step: commit for commit in ledger.commits() if (stage.name, commit.step) not in told}
+            commits = {commit.step: commit for commit in ledger.commits() if (stage.name, commit.step) not in written}
             named = {"stage": stage.name, "steps": stage.steps}
-            untold += [{**_step_event(ledger, commit), **named} for commit in commits.values()]
-    telemetry.append_events(run.events, "ledger", untold)
+            missing += [{**_step_event(ledger, commit), **named} for commit in commits.values()]
+    telemetry.append_events(run.events, "ledger", missing)
 
 
 def _step_event(ledger: Ledger, commit: Commit) -> dict[str, Any]:
