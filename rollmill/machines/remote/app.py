@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
+from rollmill.errors import MachineError
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.remote.e2b import E2B
 from rollmill.machines.remote.outward import offer
-from rollmill.machines.remote.routes import Routes
+from rollmill.machines.remote.routes import Routes, frame_answer
 from rollmill.machines.remote.rpc import RpcError
 from rollmill.machines.remote.service import Service
 
@@ -46,5 +47,9 @@ async def _report(request: web.Request, handler: web.Handler) -> web.StreamRespo
         return await handler(request)
     except RpcError as error:
         return error.response()
+    except MachineError as error:
+        if request.path.startswith(("/machines", "/snapshots")):
+            return frame_answer({"failed": error.message, "hint": error.hint})
+        return RpcError("unavailable", str(error)).response()
     except (KeyError, TypeError, ValueError) as error:
         return web.json_response({"code": 400, "message": f"this request makes no sense: {error!r}"}, status=400)

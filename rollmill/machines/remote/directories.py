@@ -89,37 +89,37 @@ class Answer(StrictModel):
     message: str = ""
 
 
-class Directories:
-    async def answer(self, machine: Machine, operation: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """RpcError as the program in the machine found it, or because it answered nonsense."""
-        if operation not in ("ListDir", "Stat", "MakeDir", "Move", "Remove"):
-            raise RpcError("unimplemented", f"{operation} is not offered here")
-        path = text(fields, "source" if operation == "Move" else "path")
-        other = text(fields, "destination") if operation == "Move" else ""
-        depth = fields.get("depth", 1)
-        if not isinstance(depth, int) or not 0 <= depth <= 32:
-            raise RpcError("invalid_argument", "'depth' must be a number up to 32")
-        found = await self._run(machine, operation, _whole(path), _whole(other) if other else "", max(depth, 1))
-        entries = [entry.model_dump(exclude_none=True) for entry in found.entries]
-        if operation == "ListDir":
-            return {"entries": entries}
-        return {"entry": entries[0]} if entries else {}
+async def answer(machine: Machine, operation: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """RpcError as the program in the machine found it, or because it answered nonsense."""
+    if operation not in ("ListDir", "Stat", "MakeDir", "Move", "Remove"):
+        raise RpcError("unimplemented", f"{operation} is not offered here")
+    path = text(fields, "source" if operation == "Move" else "path")
+    other = text(fields, "destination") if operation == "Move" else ""
+    depth = fields.get("depth", 1)
+    if not isinstance(depth, int) or not 0 <= depth <= 32:
+        raise RpcError("invalid_argument", "'depth' must be a number up to 32")
+    found = await _run(machine, operation, _whole(path), _whole(other) if other else "", max(depth, 1))
+    entries = [entry.model_dump(exclude_none=True) for entry in found.entries]
+    if operation == "ListDir":
+        return {"entries": entries}
+    return {"entry": entries[0]} if entries else {}
 
-    async def _run(self, machine: Machine, operation: str, path: str, other: str, depth: int) -> Answer:
-        result = await machine.exec(
-            ["python", "-c", _PROGRAM, operation, path, other, str(depth)],
-            timeout_s=_LOOK_S * machine.capabilities.slowdown,
-            max_output=_MOST_BYTES,
-        )
-        try:
-            if result.exit_code != 0 or result.truncated:
-                raise ValueError(result.output[-300:].decode("utf-8", "replace"))
-            found = parse_json(result.output, Answer)
-        except ValueError as error:
-            raise RpcError("internal", f"the machine did not answer: {error}") from None
-        if found.code is not None:
-            raise RpcError(found.code, found.message)
-        return found
+
+async def _run(machine: Machine, operation: str, path: str, other: str, depth: int) -> Answer:
+    result = await machine.exec(
+        ["python", "-c", _PROGRAM, operation, path, other, str(depth)],
+        timeout_s=_LOOK_S * machine.capabilities.slowdown,
+        max_output=_MOST_BYTES,
+    )
+    try:
+        if result.exit_code != 0 or result.truncated:
+            raise ValueError(result.output[-300:].decode("utf-8", "replace"))
+        found = parse_json(result.output, Answer)
+    except ValueError as error:
+        raise RpcError("internal", f"the machine did not answer: {error}") from None
+    if found.code is not None:
+        raise RpcError(found.code, found.message)
+    return found
 
 
 def _whole(path: str) -> str:

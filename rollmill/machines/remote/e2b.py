@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rollmill.errors import MachineError, NoCapacity, TaskError
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.remote import rpc
-from rollmill.machines.remote.directories import Directories
+from rollmill.machines.remote.directories import answer
 from rollmill.machines.remote.e2b_commands import MOST_BYTES, begin, inside, stream, user_of
 from rollmill.machines.remote.rpc import RpcError
 from rollmill.machines.remote.service import Lent, Service
@@ -57,7 +57,6 @@ class Timeout(Asked):
 class E2B:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._directories = Directories()
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/sandboxes", self.create)
@@ -213,15 +212,9 @@ class E2B:
         Takes: path, depth, source, destination.
         Returns: entries.
         """
-        try:
-            lent = self._sandbox(request)
-            fields = rpc.message(await request.read())
-            operation = request.match_info["operation"]
-            return web.json_response(await self._directories.answer(lent.machine, operation, fields))
-        except RpcError as error:
-            return error.response()
-        except MachineError as error:
-            return RpcError("unavailable", str(error)).response()
+        lent = self._sandbox(request)
+        fields = rpc.message(await request.read())
+        return web.json_response(await answer(lent.machine, request.match_info["operation"], fields))
 
     # --- commands
 
@@ -232,14 +225,11 @@ class E2B:
         Takes: process, an object with cmd, args, envs and cwd.
         Returns: a stream of events: its number, its output, its end.
         """
-        try:
-            lent = self._sandbox(request)
-            asked = rpc.only_message(await request.read()).get("process")
-            if not isinstance(asked, dict):
-                raise RpcError("invalid_argument", "'process' must be an object")
-            number = await begin(lent, asked, user_of(request))
-        except RpcError as error:
-            return error.response()
+        lent = self._sandbox(request)
+        asked = rpc.only_message(await request.read()).get("process")
+        if not isinstance(asked, dict):
+            raise RpcError("invalid_argument", "'process' must be an object")
+        number = await begin(lent, asked, user_of(request))
         limit = request.headers.get("Connect-Timeout-Ms", "")
         return await stream(request, lent, number, float(limit) / 1000 if limit.isdecimal() else None)
 
@@ -250,13 +240,10 @@ class E2B:
         Takes: its number.
         Returns: as Start.
         """
-        try:
-            lent = self._sandbox(request)
-            number = _number(rpc.only_message(await request.read()))
-            if number not in lent.processes:
-                raise RpcError("not_found", f"no command {number} runs")
-        except RpcError as error:
-            return error.response()
+        lent = self._sandbox(request)
+        number = _number(rpc.only_message(await request.read()))
+        if number not in lent.processes:
+            raise RpcError("not_found", f"no command {number} runs")
         return await stream(request, lent, number)
 
     async def processes(self, request: web.Request) -> web.Response:
@@ -265,12 +252,9 @@ class E2B:
         Needs: its token.
         Returns: their numbers.
         """
-        try:
-            lent = self._sandbox(request)
-        except RpcError as error:
-            return error.response()
         config = {"cmd": "", "args": [], "envs": {}}
-        return web.json_response({"processes": [{"pid": number, "config": config} for number in lent.processes]})
+        running = [{"pid": number, "config": config} for number in self._sandbox(request).processes]
+        return web.json_response({"processes": running})
 
     async def signal(self, request: web.Request) -> web.Response:
         """End a command and all that it started, whatever the signal.
@@ -279,17 +263,15 @@ class E2B:
         Takes: its number.
         Returns: nothing.
         """
+        lent = self._sandbox(request)
+        number = _number(rpc.message(await request.read()))
+        process = lent.processes.get(number)
+        if process is None:
+            raise RpcError("not_found", f"no command {number} runs")
         try:
-            lent = self._sandbox(request)
-            number = _number(rpc.message(await request.read()))
-            process = lent.processes.get(number)
-            if process is None:
-                raise RpcError("not_found", f"no command {number} runs")
             await process.stop()
-        except RpcError as error:
-            return error.response()
-        except (MachineError, OSError) as error:
-            return RpcError("unavailable", str(error)).response()
+        except OSError as error:
+            raise RpcError("unavailable", str(error)) from None
         return web.json_response({})
 
     # --- who may

@@ -77,12 +77,10 @@ class Routes:
         except NoCapacity as error:
             return web.Response(status=503, text=error.message, headers={"Retry-After": f"{error.retry_after_s:.1f}"})
         except TaskError as error:
-            return _answer({"task": error.message, "hint": error.hint})
+            return frame_answer({"task": error.message, "hint": error.hint})
         except KeyError:
-            return _answer({"failed": "the snapshot is not on this host any more"})
-        except MachineError as error:
-            return _answer({"failed": error.message, "hint": error.hint})
-        return _answer(_describe(lent))
+            raise MachineError("the snapshot is not on this host any more") from None
+        return frame_answer(_describe(lent))
 
     async def renew(self, request: web.Request) -> web.Response:
         """Begin the leases of machines anew.
@@ -100,7 +98,7 @@ class Routes:
                 lent.ends = max(lent.ends, time.monotonic() + LEASE_S)  # that of a long command is longer
             except KeyError:
                 gone.append(identifier)
-        return _answer({"gone": gone})
+        return frame_answer({"gone": gone})
 
     async def ask(self, request: web.Request) -> web.Response:
         """Run a command in a machine, read or write its files, save or copy it.
@@ -113,11 +111,11 @@ class Routes:
         header, body = await _frame(request)
         lent.ends = time.monotonic() + LEASE_S + longest(float(header.get("timeout_s", 0.0)))
         try:
-            return _answer(*await self._serve(lent, request.match_info["operation"], header, body))
+            return frame_answer(*await self._serve(lent, request.match_info["operation"], header, body))
         except OSError as error:
-            return _answer({"errno": error.errno or errno.EIO, "message": str(error.strerror), "path": error.filename})
-        except MachineError as error:
-            return _answer({"failed": error.message, "hint": error.hint})
+            return frame_answer(
+                {"errno": error.errno or errno.EIO, "message": str(error.strerror), "path": error.filename}
+            )
 
     async def listen(self, request: web.Request) -> web.StreamResponse:
         """Open a port in a machine, and offer what its programs connect to it (ports.py).
@@ -144,11 +142,8 @@ class Routes:
         Needs: the key.
         Returns: nothing.
         """
-        try:
-            await self._service.end(self._find(request).id)
-        except MachineError as error:
-            return _answer({"failed": error.message, "hint": error.hint})
-        return _answer({})
+        await self._service.end(self._find(request).id)
+        return frame_answer({})
 
     async def export(self, request: web.Request) -> web.Response:
         """The bytes of a saved state, for a machine on another host.
@@ -158,13 +153,11 @@ class Routes:
         """
         self._check_key(request)
         try:
-            return _answer({}, await self._service.export(request.match_info["id"]))
+            return frame_answer({}, await self._service.export(request.match_info["id"]))
         except KeyError:
             raise web.HTTPNotFound(text="the snapshot is not on this host any more") from None
         except OSError as error:
-            return _answer({"errno": error.errno or errno.EIO, "message": str(error.strerror)})
-        except MachineError as error:
-            return _answer({"failed": error.message, "hint": error.hint})
+            return frame_answer({"errno": error.errno or errno.EIO, "message": str(error.strerror)})
 
     async def forget(self, request: web.Request) -> web.Response:
         """Let go of a saved state.
@@ -177,7 +170,7 @@ class Routes:
             await self._service.forget(request.match_info["id"])
         except KeyError:
             raise web.HTTPNotFound from None
-        return _answer({})
+        return frame_answer({})
 
     async def _serve(self, lent: Lent, operation: str, header: dict[str, Any], body: bytes) -> Answer:
         machine = lent.machine
@@ -248,7 +241,7 @@ def _files(header: dict[str, Any], body: bytes) -> tuple[dict[str, bytes], bytes
     return files, body[start:]
 
 
-def _answer(header: dict[str, Any], body: bytes = b"") -> web.Response:
+def frame_answer(header: dict[str, Any], body: bytes = b"") -> web.Response:
     return web.Response(body=wire.pack(header, body), content_type="application/octet-stream")
 
 
