@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -37,7 +38,7 @@ from rich.table import Table
 from benchmarks.output import at_least, at_most, finish
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
-from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
+from rollmill.demo.coding import CodingConfig, CodingHarness
 from rollmill.launch.supervise import drive
 from rollmill.machines.machine import ExecResult, Machine
 from rollmill.runs.run import RunConfig, RunDirectory
@@ -177,7 +178,7 @@ def show(rows: dict[str, Measured], ratio: str, tail: str, *, solve_rates: bool)
 # --- tools that take long
 
 
-class SlowToolsConfig(HarnessConfig):
+class SlowToolsConfig(CodingConfig):
     tool_seconds: tuple[float, ...] = Field(min_length=1, description="Each command also waits one of these.")
 
 
@@ -189,10 +190,10 @@ class SlowTools(CodingHarness):
         self._seconds = config.tool_seconds
         self._draw = random.Random(0)  # as the demo's seed
 
-    async def _exec(self, machine: Machine, argv: Sequence[str]) -> ExecResult:
+    async def exec(self, machine: Machine, argv: Sequence[str], **options: Any) -> ExecResult:
         simulated = self._draw.choice(self._seconds)
         await asyncio.sleep(simulated)
-        result = await super()._exec(machine, argv)
+        result = await super().exec(machine, argv, **options)
         return replace(result, seconds=result.seconds + simulated)  # the command took it, nobody waited
 
 

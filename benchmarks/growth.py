@@ -40,7 +40,7 @@ from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.ledger import Ledger, NewGroup
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward
+from rollmill.types import Grade
 from rollmill.weights.format.codings import encode_full
 from rollmill.weights.format.manifest import (
     Base,
@@ -196,7 +196,7 @@ def admit(groups: int) -> float:
     found = []
     for number in range(groups):
         (row,) = trajectory_rows("production", "g", "t", [f"live-{number:032x}"], {}, "production")
-        member = Member(row["id"], {**row, "state": "finished", "payload_key": "p"}, Reward(1.0))
+        member = Member(row["id"], {**row, "state": "finished", "payload_key": "p"}, Grade(1.0))
         found.append(Experience(row["id"], "t", "production", [member], 0))
     began = time.perf_counter()
     verdicts = ledger.admit(found, pace=Pace(-(-groups // 4), 1, 3, 4))

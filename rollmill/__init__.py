@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollmill.environments.episode import Episode as Episode
     from rollmill.environments.harness import Harness as Harness
     from rollmill.environments.harness import HarnessResult as HarnessResult
-    from rollmill.environments.reward import Grader as Grader
+    from rollmill.environments.reward import Reward as Reward
     from rollmill.environments.sampler import Draw as Draw
     from rollmill.environments.sampler import Sampler as Sampler
     from rollmill.environments.sampler import TaskResults as TaskResults
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rollmill.machines.machine import Process as Process
     from rollmill.machines.machine import ProcessState as ProcessState
     from rollmill.machines.machine import Snapshot as Snapshot
+    from rollmill.runs.sink import Sink as Sink
     from rollmill.training.pretraining.source import Document as Document
     from rollmill.training.pretraining.source import Documents as Documents
     from rollmill.training.pretraining.source import Source as Source
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from rollmill.training.stage import RolloutSettings as RolloutSettings
     from rollmill.training.stage import Stage as Stage
     from rollmill.training.stage import StageContext as StageContext
-    from rollmill.types import Reward as Reward
+    from rollmill.types import Grade as Grade
     from rollmill.types import Sampling as Sampling
 
 # name → module
@@ -62,8 +63,8 @@ PUBLIC = {
     "WholeDiff": "rollmill.environments.task",
     "ListedTasks": "rollmill.environments.tasks.listed",
     "Episode": "rollmill.environments.episode",
-    "Reward": "rollmill.types",
-    "Grader": "rollmill.environments.reward",
+    "Reward": "rollmill.environments.reward",
+    "Grade": "rollmill.types",
     "Harness": "rollmill.environments.harness",
     "HarnessResult": "rollmill.environments.harness",
     "Sampling": "rollmill.types",
@@ -77,6 +78,7 @@ PUBLIC = {
     "ProcessState": "rollmill.machines.machine",
     "Snapshot": "rollmill.machines.machine",
     "Capabilities": "rollmill.machines.machine",
+    "Sink": "rollmill.runs.sink",
     "Source": "rollmill.training.pretraining.source",
     "SourceContext": "rollmill.training.pretraining.source",
     "Documents": "rollmill.training.pretraining.source",

@@ -6,7 +6,8 @@ A kind is one of these:
     "acme"                     an entry point of an installed package, in the group `rollmill.tasks` (or harnesses, …)
     "acme.tickets:Tickets"     a class in a module: of an installed package, or beside the configuration file
 
-The class is loaded and checked against the section's Protocol when the configuration is read, before anything starts.
+The class is loaded and checked against the section's base class or Protocol when the configuration is read, before
+anything starts.
 Its settings are the rest of the section. They are validated by the class of its constructor's only parameter:
 
     class Tickets:
@@ -256,10 +257,12 @@ def _misspelt(found: type, base: type) -> list[str]:
 
 def _unlike(found: type, protocol: type) -> list[str]:
     problems = []
-    annotated = {name for base in found.__mro__ for name in getattr(base, "__annotations__", {})}
+    own = found.__mro__ if getattr(protocol, "_is_protocol", False) else set(found.__mro__) - set(protocol.__mro__)
+    annotated = {name for base in own for name in getattr(base, "__annotations__", {})}
     for name in sorted(members_of(protocol)):
         wanted, given = getattr(protocol, name, None), getattr(found, name, None)
-        if (given is None and name not in annotated) or getattr(given, "__isabstractmethod__", False):
+        missing = not hasattr(found, name) and name not in annotated
+        if missing or getattr(given, "__isabstractmethod__", False):
             problems.append(f"it has no `{name}`{_shape(name, wanted)}")
         elif inspect.iscoroutinefunction(wanted) and not inspect.iscoroutinefunction(given):
             problems.append(f"`{name}` must be `async def`")

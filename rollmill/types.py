@@ -147,7 +147,7 @@ ANSWER = "answer."  # prefix of the parts that users' signals about single answe
 
 
 @dataclass(frozen=True)
-class Reward:
+class Grade:
     """A grade: its value, what it is made of, and the evidence. Append-only; a step pins the one it used.
 
     `parts["turn.2"]` is what the third answer alone earned of the value, for credit by turns.
@@ -237,7 +237,7 @@ class Trajectory:
     traffic: TrafficClass = "rollout"
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as text, for people to read
     provenance: dict[str, Any] = field(default_factory=dict)  # task family, split, image, harness, attempt …
-    rewards: list[tuple[int, Reward]] = field(default_factory=list)  # (reward id, reward), oldest first
+    rewards: list[tuple[int, Grade]] = field(default_factory=list)  # (reward id, reward), oldest first
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ async def test_commands_of_slow_tools_wait_and_say_so(tmp_path: Path) -> None:
     harness, host = build(run.config.harness), NamespaceHost()
     machine = await host.create(BUILT_IN)
     try:
-        result = await harness._exec(machine, ("true",))
+        result = await harness.exec(machine, ("true",))
         assert result.exit_code == 0 and result.seconds > 0.25  # the time it waited, and its own
     finally:
         await machine.close()

@@ -20,14 +20,14 @@ from rollmill.runs.run import RunConfig, RunDirectory
 OWN = """
     from collections.abc import Iterator
     from pydantic import Field
-    from rollmill import Config, Episode, MachineHost, Reward, Task
+    from rollmill import Config, Episode, Grade, Harness, MachineHost, Reward, Task, TaskSet
 
     class TicketsConfig(Config):
         path: str
         name: str = Field("tickets", description="a name that the loader uses too")
         limits: tuple[int, ...] = (1, 2)
 
-    class Tickets:
+    class Tickets(TaskSet):
         name = "tickets"
         def __init__(self, config: TicketsConfig) -> None:
             self.config = config
@@ -38,26 +38,26 @@ OWN = """
         def get(self, task_id: str) -> Task:
             return Task(task_id, "do it")
 
-    class Tone:
+    class Tone(Reward):
         name = "tone"
-        async def grade(self, episode: Episode) -> Reward:
-            return Reward(0.5)
+        async def grade(self, episode: Episode) -> Grade:
+            return Grade(0.5)
 
-    class Halfway:
+    class Halfway(TaskSet):
         name = "halfway"
         def train(self, seed): ...
         def heldout(self, split): ...
 
-    class Slow:
+    class Slow(Reward):
         name = "slow"
         def grade(self, episode): ...
 
-    class Loose:
+    class Loose(Reward):
         name = "loose"
         def __init__(self, path): ...
         async def grade(self, episode): ...
 
-    class Taken:
+    class Taken(Reward):
         class Settings(Config):
             weight: int = 1
         name = "taken"
@@ -71,6 +71,22 @@ OWN = """
     class Rack(MachineHost):
         async def create(self, image, files=None, *, snapshot=None): ...
         def expct(self, image, count): ...
+    class Typo(Reward):
+        name = "typo"
+        want_final_state = True
+        async def grade(self, episode: Episode) -> Grade: ...
+
+    class Nameless(Reward):
+        async def grade(self, episode: Episode) -> Grade: ...
+
+    class Eager(Harness):
+        name = "eager"
+        resumeable = True
+        async def run(self, task, machine, *, base_url, api_key, sampling): ...
+
+    class Alone:
+        name = "alone"
+        async def grade(self, episode: Episode) -> Grade: ...
 
     nothing = 3
 """
@@ -135,7 +151,15 @@ def test_a_run_keeps_its_code_and_finds_it_again(directory: Path) -> None:
         ("rewards=[{kind='own_kinds:Taken'}]", "setting 'weight' has a name that every kind has"),
         ("machine.kind=own_kinds:Bare", "Bare is no MachineHost: it is not derived from .*MachineHost"),
         ("machine.kind=own_kinds:Rack", "`expct` is nearly `expect`, which it inherits.*it has no `close`: close"),
-        ("harness.kind=codin", "did you mean 'coding'"),
+        ("rewards=[{kind='own_kinds:Typo'}]", "`want_final_state` is nearly `wants_final_state`"),
+        ("rewards=[{kind='own_kinds:Nameless'}]", "it has no `name`"),
+        ("harness={kind='own_kinds:Eager'}", "`resumeable` is nearly `resumable`"),
+        (
+            "rewards=[{kind='own_kinds:Alone'}]",
+            "Alone is no Reward: it is not derived from .*reward.Reward",
+        ),
+        ("harness.kind=shel", "did you mean 'shell'"),
+        ("harness.kind=coding", "kind = 'coding' was removed.*shell.*rollmill.demo.coding:CodingHarness"),
         ("harness.max_turn=3", "unknown key 'max_turn'; did you mean 'max_turns'"),
     ],
 )

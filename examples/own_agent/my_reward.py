@@ -2,15 +2,15 @@
 
 import re
 
-from rollmill import Episode, Reward
+from rollmill import Episode, Grade, Reward
 
 _COMMAND = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)
 
 
-class WellFormed:
+class WellFormed(Reward):
     name = "well_formed"
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         answers = [str(each.get("content")) for each in episode.messages if each.get("role") == "assistant"]
         well = sum(len(_COMMAND.findall(answer)) == 1 for answer in answers)
-        return Reward(well / len(answers) if answers else 0.0, evidence={"answers": len(answers), "well_formed": well})
+        return Grade(well / len(answers) if answers else 0.0, evidence={"answers": len(answers), "well_formed": well})

@@ -21,9 +21,9 @@ from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import Config
+from rollmill.demo.coding_tools import OK, render_read, render_run, tool_schemas
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function
 from rollmill.demo.micro_repos import MAIN, Repository, draw_repository, repository_of
-from rollmill.environments.harnesses.tools import OK, render_read, render_run, tool_schemas
 from rollmill.environments.task import Task
 from rollmill.training.pretraining.source import Document, SourceContext
 

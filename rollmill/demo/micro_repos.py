@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function, Step
-from rollmill.environments.task import Task
+from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import TaskError
 
 NAME = "micro-repos"
@@ -59,7 +59,7 @@ SHAPES = {
 }
 
 
-class MicroRepos:
+class MicroRepos(TaskSet):
     """The task set. It has no state: tasks follow from seeds and ids."""
 
     name = NAME

@@ -35,7 +35,7 @@ from rollmill.types import Sampling
 
 log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "populations"
-Seen = Literal["solved", "malformed", "turns", "tool_calls", "stopped", "asked", "constant"]
+Sign = Literal["solved", "malformed", "turns", "tool_calls", "stopped", "asked", "constant"]
 
 
 class Taste(Config):
@@ -46,11 +46,11 @@ class Taste(Config):
     noise: float = Field(0.0, ge=0, le=1, description="Share of reports that say the opposite.")
     silent: float = Field(0.0, ge=0, le=1, description="Share of users who report nothing.")
     delay_s: float = Field(0.0, ge=0, description="Mean delay of a report in seconds.")
-    likes: dict[Seen, float] = Field(
+    likes: dict[Sign, float] = Field(
         description="Weights of what was seen: solved, malformed, turns, tool_calls, stopped, asked, constant. More "
         "than 0.5 in all is true acceptance."
     )
-    says: dict[Seen, float] | None = Field(
+    says: dict[Sign, float] | None = Field(
         None, description="The same for what is reported. Not set: as `likes`. Set: a poisoned signal."
     )
 
@@ -125,13 +125,13 @@ def _report(signals: Signals, about: About, said: bool, family: str) -> None:
         signals.reverted(about)
 
 
-def _accepts(weights: dict[Seen, float], seen: dict[Seen, float]) -> bool:
+def _accepts(weights: dict[Sign, float], seen: dict[Sign, float]) -> bool:
     return sum(weight * seen[name] for name, weight in weights.items()) > 0.5
 
 
 async def _work(
     environment: Environment, endpoint: Endpoint, task: Task, random: np.random.Generator, limits: RolloutConfig
-) -> tuple[dict[Seen, float], str | None] | None:
+) -> tuple[dict[Sign, float], str | None] | None:
     """What a user sees of the work on a task, and the name of its last answer; None if the infrastructure failed."""
     sampling = Sampling(temperature=1.0, max_tokens=limits.max_answer_tokens, seed=int(random.integers(1 << 62)))
     async with EndpointProxy(endpoint) as proxy:  # the user's product: it has the transcript
@@ -140,7 +140,7 @@ async def _work(
     if played.reward is None or result is None:
         log.warning("a simulated user was lost: %s", played.reason)
         return None
-    seen: dict[Seen, float] = {
+    seen: dict[Sign, float] = {
         "solved": float(played.reward.solved),
         "malformed": float(result.bad_tool_calls),
         "turns": float(result.turns),

@@ -26,9 +26,9 @@ from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.config import Config
+from rollmill.demo.coding_tools import render_read, tool_schemas
 from rollmill.demo.walks import FILES, INSTRUCTION, NAME, Walk
 from rollmill.environments.harnesses.summary import resumed
-from rollmill.environments.harnesses.tools import render_read, tool_schemas
 from rollmill.training.pretraining.source import Document, SourceContext
 
 REQUEST, RESUME = "sum", " {number} {summary}"  # as in walks.toml

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards import transcript
-from rollmill.environments.task import Task
+from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import TaskError
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 NAME = "walks"
 INSTRUCTION = "walk and find"
@@ -64,7 +65,7 @@ class Walk:
         )
 
 
-class Walks:
+class Walks(TaskSet):
     """The task set. It has no state: tasks follow from seeds and ids."""
 
     name = NAME
@@ -86,15 +87,15 @@ class Walks:
         return Walk(task_id).task
 
 
-class Found:
+class KeyAndEnd(Reward):
     """1 if the last answer is the key and the end."""
 
     name = "found"
     cannot_protect = "It compares texts: nothing that the agent leaves in its machine can change them."
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         answers = transcript.answers(episode)
         given = transcript.text_of(answers[-1]) if answers else ""
         wanted = str(episode.task.grading["answer"])
         value = float(episode.result is not None and episode.result.stop == "answer" and given.strip() == wanted)
-        return Reward(value, evidence={"given": given[:100], "wanted": wanted}, grader=self.name)
+        return Grade(value, evidence={"given": given[:100], "wanted": wanted}, grader=self.name)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rollmill.environments.harness import Harness
 from rollmill.environments.part_sections import HarnessSection, RewardSection, TasksSection
-from rollmill.environments.reward import Grader
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
@@ -39,7 +39,7 @@ class Environment:
     machines: MachineHost
     grading_machines: MachineHost  # the same, with a queue of their own
     harness: Harness
-    grader: Grader
+    grader: Reward
 
 
 def find_parts(tree: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def build_tasks(sections: Sections) -> TaskSet:
     return tasks
 
 
-def build_grader(rewards: Sequence[RewardSection]) -> Grader:
+def build_grader(rewards: Sequence[RewardSection]) -> Reward:
     return add_up([(section.weight, build(section)) for section in rewards])
 
 

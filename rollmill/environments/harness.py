@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -34,18 +35,18 @@ class Progress(Protocol):
         ...
 
 
-class Harness(Protocol):
-    """A harness that only writes the files it hands in may have `wants_machine = False`. It then gets a folder that
-    can `read`, `write` and `close`, and no machine is started for it: grading starts one. A harness that can go on in
-    the middle of an episode has `resumable = True`, and its `run` takes `progress`.
-
-    Two methods are optional. Before a run begins, `preflight()` raises ConfigError if something that the harness needs
-    here is missing, and `opening(task)` returns the first messages and the tools of a task: their tokens must fit into
-    the context.
-    """
+class Harness(ABC):
+    """Base class of harnesses: `name` and `run` are needed, everything else has a default."""
 
     name: str
 
+    # False: it only writes the files that it hands in. It gets a folder that can `read`, `write` and `close`, and no
+    # machine is started for it: grading starts one.
+    wants_machine = True
+    # True: it can go on in the middle of an episode, and its `run` takes `progress: Progress | None`.
+    resumable = False
+
+    @abstractmethod
     async def run(
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
     ) -> HarnessResult:
@@ -58,6 +59,13 @@ class Harness(Protocol):
         When its time is over it is cancelled. It raises HarnessError then if it is waiting for a model that it cannot
         reach, so that the agent is not blamed for it.
         """
-        ...
 
-    async def close(self) -> None: ...
+    def opening(self, task: Task) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The first messages and the tools of a task: their tokens must fit into the context."""
+        return task.messages, []
+
+    def preflight(self) -> None:
+        """Called before a run begins. ConfigError if something it needs here is missing."""
+
+    async def close(self) -> None:
+        """Called once, when no episode is left."""

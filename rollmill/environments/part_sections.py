@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.harness import Harness
-from rollmill.environments.reward import Grader
+from rollmill.environments.reward import Reward
 from rollmill.environments.sampler import Sampler
 from rollmill.environments.task import TaskSet
 from rollmill.kinds import KindSection, Slot, search_also
@@ -36,25 +36,28 @@ class HarnessSection(KindSection):
         "harness",
         Harness,
         {
-            "coding": "rollmill.environments.harnesses.coding:CodingHarness",
             "shell": "rollmill.environments.harnesses.shell:ShellHarness",
             "chat": "rollmill.environments.harnesses.chat:ChatHarness",
             "command": "rollmill.environments.harnesses.command:CommandHarness",
             "remote": "rollmill.environments.harnesses.remote:RemoteHarness",
         },
         "rollmill.harnesses",
-        default="coding",
+        default="shell",
+        removed={
+            "coding": 'leave `kind` out: "shell" is the default. The small tools of the demo are '
+            'kind = "rollmill.demo.coding:CodingHarness"'
+        },
     )
 
 
 class RewardSection(KindSection):
     _slot: ClassVar[Slot] = Slot(
         "rewards",
-        Grader,
+        Reward,
         {
-            "calls": "rollmill.environments.rewards.calls:HiddenTests",
+            "calls": "rollmill.environments.rewards.calls:Calls",
             "script": "rollmill.environments.rewards.script:Script",
-            "pytest": "rollmill.environments.rewards.pytest_suite:Suite",
+            "pytest": "rollmill.environments.rewards.pytest:Pytest",
             "length": "rollmill.environments.rewards.length:Length",
             "behaviour": "rollmill.environments.rewards.behaviour:Behaviour",
             "judge": "rollmill.environments.rewards.judge:Judge",

@@ -3,54 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from rollmill.environments.episode import Episode
 from rollmill.errors import RewardError
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 
-class Grader(Protocol):
-    """`name` stands before the parts and the evidence of this grader where several rewards add up.
+class Reward(ABC):
+    """Base class of rewards: `name` and `grade` are needed, everything else has a default."""
 
-    A grader may also have `cannot_protect`, a text: what an agent could still do to earn an undeserved reward.
-    `rollmill tasks check` prints it. `async weaknesses(episode) -> str` says it of one task, where that differs.
+    name: str  # stands before its parts and its evidence where several rewards add up
 
-    A grader with `kind` grades tasks whose `grading` has this kind. Where several such graders are rewards of one run,
-    each task is graded by those of its own kind, and by all graders without a `kind`.
+    # The kind of `task.grading` that it grades; None: any. If rewards of a run have kinds, a task is graded by those of
+    # its own kind and by those without one.
+    kind: str | None = None
+    # It needs `episode.final_state`: the state in which the agent left its machine. Nobody wants it: none is saved.
+    wants_final_state = False
+    # What an agent could do to earn an undeserved reward. `rollmill tasks check` prints it. Empty: it does not say.
+    cannot_protect = ""
 
-    A grader with `wants_final_state = True` gets `episode.final_state`: a reference to the state in which the agent
-    left its machine. Without one that wants it, no state is saved.
+    @abstractmethod
+    async def grade(self, episode: Episode) -> Grade:
+        """Returns a Grade for whatever the policy did. MachineError if the grading itself could not run."""
 
-    Before a run begins, `preflight()` of a grader that has it raises ConfigError if something it needs here is missing.
-    """
+    async def weaknesses(self, episode: Episode) -> str:
+        """What it cannot protect in the task of `episode`, if that differs between tasks."""
+        return ""
 
-    name: str
-
-    async def grade(self, episode: Episode) -> Reward:
-        """Returns a Reward for whatever the policy did. MachineError if the grading itself could not run."""
-        ...
-
-
-def wants_final_state(grader: Grader) -> bool:
-    return bool(getattr(grader, "wants_final_state", False))
+    def preflight(self) -> None:
+        """Called before a run begins. ConfigError if something it needs here is missing."""
 
 
-async def grade_episode(grader: Grader, episode: Episode) -> Reward:
-    """The grader's reward. RewardError if it returns something else: it may be code of the user.
+async def grade_episode(reward: Reward, episode: Episode) -> Grade:
+    """What the reward returns. RewardError if that is no Grade: it may be code of the user.
 
     It is graded in a task of its own. Before Python 3.13, a TaskGroup whose child fails can leave its task cancelled
     for good; the caller must not be that task.
     """
-    grading = asyncio.create_task(grader.grade(episode))
+    grading = asyncio.create_task(reward.grade(episode))
     try:
         await asyncio.wait([grading])
     finally:
         grading.cancel()  # without effect if it has ended
         await asyncio.wait([grading])
     if grading.cancelled():
-        raise RewardError(f"the reward {grader.name} cancelled itself")
-    reward = grading.result()
-    if not isinstance(reward, Reward):
-        raise RewardError(f"the reward {grader.name} returned {type(reward).__name__}, not a Reward")
-    return reward
+        raise RewardError(f"the reward {reward.name} cancelled itself")
+    grade = grading.result()
+    if not isinstance(grade, Grade):
+        raise RewardError(f"the reward {reward.name} returned {type(grade).__name__}, not a Grade")
+    return grade

@@ -3,10 +3,10 @@ the same choices."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rollmill.environments.task import Task, TaskSet
 
@@ -41,13 +41,15 @@ class Draw:
     results: Mapping[str, TaskResults]  # task id → results; tasks without any are absent
 
 
-class Sampler(Protocol):
-    """It may also have `check(self, tasks: TaskSet) -> None`, called before a run starts. It raises an error if the
-    sampler cannot choose from these tasks."""
+class Sampler(ABC):
+    """Base class of samplers: `name` and `choose` are needed."""
 
     name: str
 
+    def check(self, tasks: TaskSet) -> None:
+        """Called before a run starts. ConfigError if it cannot choose from these tasks."""
+
+    @abstractmethod
     def choose(self, tasks: TaskSet, draw: Draw) -> Task:
         """The task of group `draw.index`. The same `draw` gives the same task, in any process. It should take
         milliseconds: the run is locked meanwhile, so that no other dispatcher starts the same group."""
-        ...

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 Message = Mapping[str, Any]  # {"role": …, "content": …}, as in OpenAI's chat format
 
@@ -82,23 +83,24 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray) else repr(value)
 
 
-class TaskSet(Protocol):
-    """A named, reproducible source of tasks.
-
-    A finite one may also have `train_ids(self) -> list[str]`, the ids of its training tasks. Samplers that choose by
-    results need it.
-    """
+class TaskSet(ABC):
+    """A named, reproducible source of tasks: base class. `name`, `train`, `heldout` and `get` are needed."""
 
     name: str
+    problems: Sequence[str] = ()  # tasks that could not be read, and why: `rollmill tasks check` shows them
 
+    @abstractmethod
     def train(self, seed: int) -> Iterator[Task]:
         """An endless stream of training tasks; the same seed gives the same stream."""
-        ...
 
+    @abstractmethod
     def heldout(self, split: str, count: int) -> list[Task]:
         """At most `count` tasks of a split that shares no task with training."""
-        ...
 
+    @abstractmethod
     def get(self, task_id: str) -> Task:
         """The task with this id. TaskError if there is none."""
-        ...
+
+    def train_ids(self) -> list[str] | None:
+        """The ids of the training tasks; None: they are endless. Samplers that choose by results need them."""
+        return None

@@ -1,14 +1,19 @@
-"""A machine at the start of a task: its image, its files, which of them are programs, its symbolic links."""
+"""A machine at the start of a task: its image, files, programs and symbolic links; or a folder where none is needed."""
 
 from __future__ import annotations
 
+import errno
+import os
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
-from rollmill.environments.task import Task
+from rollmill.environments.harness import Harness
+from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import MachineError, TaskError
-from rollmill.machines.machine import WORK, Machine, MachineHost
+from rollmill.machines.machine import WORK, Capabilities, Machine, MachineHost
 
+_LARGEST_FILE = 1 << 20  # that is read of a folder, in bytes
 _APPLY_S = 20.0  # in a machine where no submitted code has run
 _LINK = 'mkdir -p -- "$(dirname -- "$1")" && ln -sfn -- "$2" "$1"'
 
@@ -66,3 +71,38 @@ def stays_inside(path: str, target: str) -> bool:
     """Whether a link at `path` leads to a place in the work directory, as far as its text tells."""
     reached = posixpath.normpath(posixpath.join(WORK, posixpath.dirname(path), target))
     return 0 < len(target) < 4096 and target.isprintable() and (reached == WORK or reached.startswith(f"{WORK}/"))
+
+
+class Folder:
+    """A folder in memory instead of a machine, for a harness that runs no command (`wants_machine = False`): the files
+    of a task, and what the harness writes over them. It can read, write and close. Grading has machines as always."""
+
+    capabilities = Capabilities(kernel="shared", snapshot="none")
+
+    def __init__(self, task: Task) -> None:
+        self.image = task.image
+        self._files = {_place(path): data for path, data in task.files.items()}
+
+    async def read(self, path: str, *, max_bytes: int = _LARGEST_FILE) -> bytes:
+        data = self._files.get(_place(path))
+        if data is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if len(data) > max_bytes:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+        return data
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._files[_place(path)] = data
+
+    async def close(self) -> None: ...
+
+
+def folder_for(harness: Harness, task: Task) -> Machine | None:
+    """A folder, if the harness needs no more and the task hands in named files."""
+    if harness.wants_machine or isinstance(task.submission, WholeDiff):
+        return None
+    return cast(Machine, Folder(task))
+
+
+def _place(path: str) -> str:
+    return posixpath.normpath(posixpath.join(WORK, path))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmill.feedback.rule import RuleConfig, Signal, answer_rewards, distilled_reward, kind_of_task
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 Lag = Callable[[str, int], int | None]  # line, number → how many versions older than the live one; None: not related
 FEWEST = 8  # conversations with answers in a population; the mean of fewer says little
@@ -57,7 +57,7 @@ class Population:
 
 @dataclass
 class Distilled:
-    rewards: dict[str, Reward] = field(default_factory=dict)  # conversation → relative to its population
+    rewards: dict[str, Grade] = field(default_factory=dict)  # conversation → relative to its population
     counts: Counter[str] = field(default_factory=Counter)  # every conversation once: trainable, or why not
     populations: list[Population] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.types import ANSWER, Reward
+from rollmill.types import ANSWER, Grade
 
 WEIGHTS = {
     "accepted": 1.0,
@@ -95,11 +95,11 @@ def kind_of_task(signals: Sequence[Signal], answer: str = "") -> str:
 
 def distilled_reward(
     rule: RuleConfig, signals: Sequence[Signal], raws: Mapping[str, float], advantages: Mapping[str, float]
-) -> Reward:
+) -> Grade:
     """The reward that is stored and trained on. `advantages`: by answer, relative to the population's mean."""
     raw = sum(raws.values()) / len(raws)
     value = sum(advantages.values()) / len(advantages)
     counts = Counter(signal.kind for signal in signals if signal.kind in rule.weights and signal.value)
     parts = {"raw": raw, "baseline": raw - value, "solved": float(rule.accepts(raw)), **counts}
     parts |= {f"{ANSWER}{answer}": advantage for answer, advantage in advantages.items()}
-    return Reward(value, parts, {"rule": rule.version, "digest": rule.digest}, f"rule {rule.version}")
+    return Grade(value, parts, {"rule": rule.version, "digest": rule.digest}, f"rule {rule.version}")

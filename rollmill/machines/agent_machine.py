@@ -37,13 +37,13 @@ class AgentMachineConfig(Config):
     """Settings of all machines with an agent."""
 
     memory_mb: int = Field(
-        default=256, ge=32, description="Memory of one machine in MiB, for all its processes and files together."
+        default=2048, ge=32, description="Memory of one machine in MiB, for all its processes and files together."
     )
     disk_mb: int = Field(
-        default=64,
+        default=4096,
         ge=1,
-        description="Size of a machine's work directory in MiB; /tmp may take as much again. A machine that has forked "
-        "and its forks may each write as much again beside the files that they share.",
+        description="Size of a machine's work directory in MiB, as far as `memory_mb` lasts; /tmp may take as much "
+        "again. A machine that has forked and its forks may each write as much again beside the files that they share.",
     )
     processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
     open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")

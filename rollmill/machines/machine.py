@@ -229,7 +229,7 @@ class Machine(ABC):
     async def resume(self) -> None:
         raise self._cannot("be paused")
 
-    async def prepare(self) -> None:  # noqa: B027  most kinds cannot
+    async def prepare(self) -> None:
         """Make the next command start faster, if the kind can. The pool calls it before it pauses a new machine."""
 
     def order(self, argv: Sequence[str], **options: Any) -> Order:
@@ -339,7 +339,7 @@ class MachineHost(ABC):
     async def close(self) -> None:
         """End all machines that are left."""
 
-    def expect(self, image: str, count: int) -> None:  # noqa: B027  most kinds cannot
+    def expect(self, image: str, count: int) -> None:
         """`count` machines of an image will be needed soon: a host may start them ahead."""
 
     async def slowdown(self, image: str) -> float:
@@ -353,7 +353,7 @@ class MachineHost(ABC):
         """The same state as bytes, which `create` of any host of this kind takes; None if it cannot leave this one."""
         return None
 
-    async def release(self, snapshot: Snapshot) -> None:  # noqa: B027  bytes need none
+    async def release(self, snapshot: Snapshot) -> None:
         """Nobody needs the snapshot any more: free what it takes."""
 
     def turn(self, *, alone: bool) -> contextlib.AbstractAsyncContextManager[None]:

@@ -11,7 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ def _reader(path: Path) -> Any:
         _reads = 0
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            self.data = np.asarray(self.data)  # to slice the subclass memmap takes ten times as long
+            self.data = cast(Any, np.asarray(self.data))  # to slice the subclass memmap takes ten times as long
             self._reads += 1
             if self._reads > _MOST_READS:
                 raise ValueError(f"its header has more than {_MOST_READS} parts")

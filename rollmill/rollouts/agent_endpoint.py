@@ -24,7 +24,7 @@ from rollmill.environments.environment import Environment
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.model import error_message, url_hint
-from rollmill.environments.reward import grade_episode, wants_final_state
+from rollmill.environments.reward import grade_episode
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine
 from rollmill.errors import ConfigError, HarnessError
@@ -34,7 +34,7 @@ from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import own_limit
 from rollmill.rollouts.hand_in import take_hand_in, with_counts
 from rollmill.rollouts.rollout import reason_of
-from rollmill.types import Reward, Sampling
+from rollmill.types import Grade, Sampling
 
 MAX_BODY = 64 << 20
 DECLARES = ("x-rollmill-cause", "x-rollmill-parent", "x-rollmill-outcome")  # a gateway records what they say
@@ -66,7 +66,7 @@ class Played:
     """An episode, with its reward or the reason why it has none."""
 
     episode: Episode
-    reward: Reward | None = None
+    reward: Grade | None = None
     reason: str | None = None
     answer: str | None = None  # as in the transcript
 
@@ -246,7 +246,7 @@ async def play(
     url, transcript = proxy.open()
     episode = Episode(task, {}, environment.machines)
     started = time.monotonic()
-    wanted = wants_final_state(environment.grader)
+    wanted = environment.grader.wants_final_state
     try:
         machine = await create_machine(environment.machines, task)
         try:

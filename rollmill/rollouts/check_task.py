@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Grader, grade_episode, wants_final_state
+from rollmill.environments.reward import Reward, grade_episode
 from rollmill.environments.rewards.apart.levels import solve as write_reference
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine
 from rollmill.errors import RollmillError, TaskError
 from rollmill.machines.machine import WORK, Machine, MachineHost, release
 from rollmill.rollouts.hand_in import take_hand_in
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 _SHORTEST = 24  # characters; shorter hidden texts turn up by chance
 
@@ -31,19 +31,18 @@ class TaskCheck:
     problems: tuple[str, ...]  # empty: the task is all right
 
 
-async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: int = 2) -> TaskCheck:
+async def check_task(task: Task, machines: MachineHost, grader: Reward, repeat: int = 2) -> TaskCheck:
     """Grade the reference and the untouched work directory `repeat` times each. Every failure becomes a problem."""
     problems: list[str] = []
     weak = ""
-    rewards: dict[str, list[Reward]] = {"reference": [], "nothing": []}
+    rewards: dict[str, list[Grade]] = {"reference": [], "nothing": []}
     try:
         async with asyncio.timeout(600.0):
             problems += await _leaks(task, machines)
             if task.reference or task.reference_command:
                 rewards["reference"] = await _grade(task, machines, grader, repeat, solve=True)
             rewards["nothing"] = await _grade(task, machines, grader, repeat)
-            if hasattr(grader, "weaknesses"):
-                weak = await grader.weaknesses(Episode(task, {}, machines))
+            weak = await grader.weaknesses(Episode(task, {}, machines))
     except RollmillError as error:
         problems.append(error.message if error.hint is None else f"{error.message}; {error.hint}")
     except Exception as error:  # code of the user
@@ -60,12 +59,12 @@ async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: 
     return TaskCheck(task.id, first["reference"], first["nothing"], weak, tuple(problems))
 
 
-async def _grade(task: Task, machines: MachineHost, grader: Grader, repeat: int, solve: bool = False) -> list[Reward]:
+async def _grade(task: Task, machines: MachineHost, grader: Reward, repeat: int, solve: bool = False) -> list[Grade]:
     machine = await create_machine(machines, task)
     try:
         if solve:
             await write_reference(machine, task)
-        handed_in = await take_hand_in(machine, task, machines, keep_state=wants_final_state(grader))
+        handed_in = await take_hand_in(machine, task, machines, keep_state=grader.wants_final_state)
     finally:
         await machine.close()
     try:
@@ -76,7 +75,7 @@ async def _grade(task: Task, machines: MachineHost, grader: Grader, repeat: int,
         await release(machines, handed_in.final_state)
 
 
-def _evidence(rewards: list[Reward]) -> str:
+def _evidence(rewards: list[Grade]) -> str:
     wrong = next(reward for reward in rewards if not reward.solved)
     return f"reward {wrong.value:g}, {dict(wrong.evidence)!r}"[:300]
 

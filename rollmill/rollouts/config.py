@@ -9,8 +9,6 @@ from pydantic import BaseModel, Field
 from rollmill.config import Config
 from rollmill.errors import ConfigError
 
-SHORTEST_ANSWER, LONGEST_ANSWER = 64, 4096  # tokens, where the run does not say how long an answer may be
-
 
 def check_reward_times(rewards: Sequence[BaseModel], grading_timeout_s: float) -> None:
     """ConfigError if a reward may take longer than grading may. Tests that hang would then never be graded as hanging:
@@ -49,7 +47,7 @@ class RolloutConfig(Config):
         "take more memory for machines. Not set: as many as `concurrency`.",
     )
     timeout_s: float = Field(
-        120.0,
+        1800.0,
         gt=0,
         description="Seconds of its own that an episode may take; a task may set its own limit. Waits for the gateway "
         "or an engine, and grading, do not count.",
@@ -72,7 +70,7 @@ class RolloutConfig(Config):
         ge=0,
         description="Seconds between two checkpoints of an episode: its conversation and the files of its machine. "
         "After a crash of the dispatcher or of a host of machines, the episode goes on from the last one. For machines "
-        "whose snapshots are files, and the harnesses coding and shell; others begin again. Not set: none.",
+        "whose snapshots are files, and the harness shell; others begin again. Not set: none.",
     )
     temperature: float = Field(
         1.0,
@@ -81,10 +79,10 @@ class RolloutConfig(Config):
         "itself.",
     )
     max_answer_tokens: int = Field(
-        SHORTEST_ANSWER,
+        4096,
         ge=1,
-        description="Most tokens of one answer of the model; a longer one is cut off and ends the episode. Not set: a "
-        f"quarter of `model.max_context`, but {SHORTEST_ANSWER} to {LONGEST_ANSWER}.",
+        description="Most tokens of one answer of the model; a longer one is cut off and ends the episode. An answer "
+        "also ends where the context is full, so this may be more than `model.max_context`.",
     )
     give_up_after: int = Field(
         64, ge=1, description="The run stops after this many failed rollouts in a row: then the host is at fault."

@@ -97,7 +97,7 @@ class EpisodeProgress:
 
 def are_kept(context: RolloutContext) -> bool:
     """Whether the episodes of this run have checkpoints: its settings and its harness say so."""
-    return context.checkpoint_s is not None and getattr(context.harness, "resumable", False)
+    return context.checkpoint_s is not None and context.harness.resumable
 
 
 async def find(context: RolloutContext, trajectory: str) -> Checkpoint | None:

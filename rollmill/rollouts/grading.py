@@ -16,10 +16,10 @@ import asyncio
 from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Grader, grade_episode
+from rollmill.environments.reward import Reward, grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, Overcommitted, RewardError, RewardUnavailable
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _AROUND_S = 60.0  # for machines that grading creates
@@ -58,8 +58,8 @@ def own_limit(task: Task) -> float:
 
 
 async def grade_patiently(
-    grader: Grader, episode: Episode, trajectory: str, stalls: Stalls, *, timeout_s: float, attempts: int
-) -> Reward:
+    grader: Reward, episode: Episode, trajectory: str, stalls: Stalls, *, timeout_s: float, attempts: int
+) -> Grade:
     """The grader's reward. RewardError if there is none after `timeout_s` and the task's own limit.
 
     Both limits are longer in slow machines, as the limits of the commands there are.

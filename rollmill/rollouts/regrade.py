@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import sqlalchemy as sa
 
-from rollmill.environments.reward import Grader
+from rollmill.environments.reward import Reward
 from rollmill.environments.task import TaskSet
 from rollmill.errors import TrajectoryError
 from rollmill.machines.machine import MachineHost
@@ -27,7 +27,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.gradings import record_group
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward, TrajectoryState
+from rollmill.types import Grade, TrajectoryState
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Regraded:
 
     group: str
     old: list[TrajectoryRow]  # its graded trajectories, with the newest reward they had
-    new: list[Reward]  # of the same trajectories
+    new: list[Grade]  # of the same trajectories
     problem: str | None = None  # why it was left as it was; `new` is empty then
 
 
@@ -49,7 +49,7 @@ class Regrading:
     objects: Objects
     tasks: TaskSet
     machines: MachineHost
-    grader: Grader
+    grader: Reward
     limits: RolloutConfig
     grading: int | None = None  # the number to record rewards with; None: record nothing
     concurrency: int = 4  # groups at once
@@ -81,7 +81,7 @@ class Regrading:
             return Regraded(group, members, [], reason_of(error, f"grading {group} again"))
         return Regraded(group, members, list(given.values()))
 
-    async def _grade_one(self, row: TrajectoryRow) -> Reward:
+    async def _grade_one(self, row: TrajectoryRow) -> Grade:
         if row.submission_key is None:
             raise TrajectoryError(f"{row.id} has no stored hand-in")
         task = self.tasks.get(row.task_id)

@@ -30,10 +30,9 @@ from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machine_folder import folder_for
-from rollmill.environments.reward import wants_final_state
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
+from rollmill.environments.task_machine import folder_for
 from rollmill.errors import (
     GatewayError,
     HarnessError,
@@ -60,7 +59,7 @@ from rollmill.rollouts.hand_in import (
 )
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.trajectories.schema import seal_facts
-from rollmill.types import Reward, Sampling
+from rollmill.types import Grade, Sampling
 
 log = logging.getLogger(__name__)
 GRACE_S = 60.0  # limit of each step around the agent's own time: get a machine, open a session, hand in, seal
@@ -75,7 +74,7 @@ _STRANGE = re.compile(r"[^A-Za-z0-9._-]")
 @dataclass(frozen=True)
 class Outcome:
     trajectory: str
-    reward: Reward | None
+    reward: Grade | None
     result: HarnessResult | None
     tokens: int = 0
     reason: str | None = None  # why there is no reward
@@ -210,7 +209,7 @@ class Rollout:
             # an agent can make packing slow: its own limit must end it first, so that the agent earns nothing
             packing_s = work_diff.PACK_S * machine.capabilities.slowdown
             async with _within_grace("to read what was handed in", packing_s):
-                wanted, clean = wants_final_state(context.grader), context.grading_machines
+                wanted, clean = context.grader.wants_final_state, context.grading_machines
                 handed_in = await take_hand_in(machine, task, clean, result, seconds, keep_state=wanted)
         finally:
             await machine.close()
@@ -223,7 +222,7 @@ class Rollout:
 
     async def _start_machine(self, found: Checkpoint | None) -> Machine:
         context, task = self._context, self._task
-        folder = None if wants_final_state(context.grader) else folder_for(context.harness, task)
+        folder = None if context.grader.wants_final_state else folder_for(context.harness, task)
         if folder is not None:
             return folder
         await context.machines.slowdown(task.image)  # makes its template, if the host has templates

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from rollmill.environments.harness import Harness
-from rollmill.environments.reward import Grader
+from rollmill.environments.reward import Reward
 from rollmill.machines.machine import MachineHost
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.grading import Stalls
@@ -23,7 +23,7 @@ class RolloutContext:
     machines: MachineHost  # where agents work
     grading_machines: MachineHost  # where submissions are graded; usually the same host
     harness: Harness
-    grader: Grader
+    grader: Reward
     trajectories: TrajectoryStore
     objects: Objects
     line: str = ""  # the line that samples; numbers of versions are of this line

@@ -11,9 +11,10 @@ from typing import Any
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.environments.harness import Harness
 from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
-from rollmill.kinds import KindSection, build, load_class
+from rollmill.kinds import KindSection, build
 from rollmill.rollouts.config import check_reward_times
 from rollmill.runs.import_checkpoint import TOKENIZER, check_checkpoint
 from rollmill.runs.opening import open_run
@@ -55,7 +56,7 @@ def check_stores(config: RunConfig, *, dry_run: bool = False) -> None:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Let each part that has a method `preflight` check what it needs here: a key in the environment, a package.
+    """Let each part check what it needs here: a key in the environment, a package.
     Not for a cluster: its hosts have environments of their own."""
     if build(config.cluster).elsewhere:
         return
@@ -63,8 +64,7 @@ def check_parts(config: RunConfig) -> None:
         build(config.machine)  # those behind a URL want their key
     playing: tuple[KindSection, ...] = (config.harness, *config.rewards) if config.tasks is not None else ()
     for section in (*playing, *config.sinks):
-        if hasattr(load_class(section._slot, section.kind), "preflight"):
-            build(section).preflight()
+        build(section).preflight()
     for backend in config.gateway.backends:
         if backend.key_variable and backend.key_variable not in os.environ:
             raise ConfigError(
@@ -78,9 +78,8 @@ def check_tasks(config: RunConfig) -> TaskSet:
     must be able to choose from it."""
     assert config.tasks is not None
     tasks: TaskSet = build(config.tasks)
-    check = getattr(build(config.sampler), "check", None)
-    if check is not None and any(isinstance(stage, RolloutSettings) and stage.steps for stage in config.stages):
-        check(tasks)
+    if any(isinstance(stage, RolloutSettings) and stage.steps for stage in config.stages):
+        build(config.sampler).check(tasks)
     for cell in config.evals.cells(tasks):
         if not tasks.heldout(cell.split, 1):
             raise ConfigError(
@@ -102,18 +101,18 @@ def check_prompts(config: RunConfig, tasks: TaskSet) -> list[str]:
     hint = "set model.max_context to more, or make the prompts shorter (`tools_in_prompt`, harness.system_prompt)"
     if min(lengths) >= room:
         raise ConfigError(f"{told}, but the context has only {room} (max_context): no task can be solved", hint=hint)
-    answer = config.rollouts.max_answer_tokens
-    if max(lengths) + answer > room:
-        left = f"an answer of rollouts.max_answer_tokens ({answer}) does not fit behind each of them"
+    answer, given = config.rollouts.max_answer_tokens, "max_answer_tokens" in config.rollouts.model_fields_set
+    if max(lengths) + (answer if given else min(answer, room // 4)) > room:
+        what = f"an answer of rollouts.max_answer_tokens ({answer})" if given else "an answer of a quarter of it"
+        left = f"{what} does not fit behind each of them"
         return [f"{told}, and the context has {room} (max_context): {left}\nhint: {hint}"]
     return []
 
 
 def _openings(config: RunConfig, tasks: TaskSet) -> Iterator[tuple[list[Any], list[Any]]]:
-    """The first messages and the tools of some tasks. Of a harness without `opening`, at least the instruction."""
-    tells = hasattr(load_class(config.harness._slot, config.harness.kind), "opening")
-    opening = build(config.harness).opening if tells else lambda task: (list(task.messages), [])
-    return (opening(task) for task in itertools.islice(tasks.train(config.seed), _PROMPTS))
+    """The first messages and the tools of some tasks."""
+    harness: Harness = build(config.harness)
+    return (harness.opening(task) for task in itertools.islice(tasks.train(config.seed), _PROMPTS))
 
 
 def _chat_format(config: RunConfig) -> ChatFormat | None:

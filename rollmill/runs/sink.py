@@ -9,9 +9,10 @@ events are collected; `rollmill train --resume RUN` watches a run that goes on.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from rollmill.kinds import KindSection, Slot
 
@@ -25,17 +26,21 @@ class Scalar(NamedTuple):
     at: float  # seconds since the epoch
 
 
-class Sink(Protocol):
-    """Constructed with its settings. Before a run begins, `preflight()` of a sink that has it raises ConfigError if
-    something it needs is missing, such as a package."""
+class Sink(ABC):
+    """Base class of sinks. Constructed with its settings."""
 
+    @abstractmethod
     def open(self, directory: Path, name: str) -> None:
         """Begin anew. `directory`: of the run, where a sink may write. `name`: of the run."""
-        ...
 
+    @abstractmethod
     def write(self, scalars: Sequence[Scalar]) -> None: ...
 
+    @abstractmethod
     def close(self) -> None: ...
+
+    def preflight(self) -> None:
+        """Called before a run begins. ConfigError if something it needs is missing, such as a package."""
 
 
 class SinkSection(KindSection):

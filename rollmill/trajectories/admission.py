@@ -26,7 +26,7 @@ from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import seal_facts
 from rollmill.trajectories.storable import to_object
 from rollmill.trajectories.table_rows import TrajectoryRow
-from rollmill.types import PolicyRef, Reward, Trajectory, TrajectoryState, Version
+from rollmill.types import Grade, PolicyRef, Trajectory, TrajectoryState, Version
 
 Decision = Literal["admitted", "stale", "no_room", "refused"]
 Names = Callable[[PolicyRef], Version | None]  # what the admitting run calls these weights; None: unrelated ones
@@ -38,7 +38,7 @@ class Member:
 
     id: str
     row: Mapping[str, Any]
-    reward: Reward
+    reward: Grade
 
 
 @dataclass(frozen=True)

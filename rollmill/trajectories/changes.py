@@ -18,7 +18,7 @@ from rollmill.errors import TrajectoryError
 from rollmill.trajectories.storable import from_json, is_key, to_key, to_number, to_numbers, to_object, to_text
 from rollmill.trajectories.table_rows import TrajectoryRow, missing, rows_of
 from rollmill.trajectories.tables import rewards, trajectories
-from rollmill.types import TRAJECTORY_TRANSITIONS, Reward, TrafficClass, TrajectoryState
+from rollmill.types import TRAJECTORY_TRANSITIONS, Grade, TrafficClass, TrajectoryState
 
 _SEALED = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.quarantined)
 
@@ -55,7 +55,7 @@ _GRADE = (
 _ADD_REWARD = rewards.insert().returning(rewards.c.id)
 
 
-def reward_row(id: str, reward: Reward, grading: int | None = None) -> dict[str, Any]:
+def reward_row(id: str, reward: Grade, grading: int | None = None) -> dict[str, Any]:
     """A new row for `rewards`. TrajectoryError if it cannot be stored."""
     return {
         "trajectory": stored(id),
@@ -78,7 +78,7 @@ def add_reward(connection: sa.Connection, row: dict[str, Any]) -> int:
 
 def _given(row: Mapping[str, Any], reward_id: int) -> dict[str, Any]:
     """The parameters of `_GRADE`."""
-    solved = Reward(row["value"], from_json(row["parts"])).solved
+    solved = Grade(row["value"], from_json(row["parts"])).solved
     given = {"key": row["trajectory"], "given_id": reward_id, "given": row["value"]}
     return {**given, "is_solved": solved, "of_grading": row["grading"]}
 

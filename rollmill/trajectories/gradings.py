@@ -19,7 +19,7 @@ from rollmill.storage.database import writing
 from rollmill.trajectories.changes import add_reward, reward_row
 from rollmill.trajectories.storable import to_json, to_key
 from rollmill.trajectories.tables import gradings, trajectories
-from rollmill.types import Reward, TrajectoryState
+from rollmill.types import Grade, TrajectoryState
 
 _MEMBERS = (
     sa.select(trajectories.c.id, trajectories.c.state)
@@ -36,7 +36,7 @@ def begin_grading(engine: sa.Engine, run: str, rewards: Any) -> int:
     return writing(engine, lambda connection: connection.execute(insert, row).scalar_one())
 
 
-def record_group(engine: sa.Engine, run: str, group_id: str, given: Mapping[str, Reward], grading: int) -> None:
+def record_group(engine: sa.Engine, run: str, group_id: str, given: Mapping[str, Grade], grading: int) -> None:
     """Append a reward to every graded trajectory of a group, all at once.
 
     TrajectoryChanged if `given` does not have exactly those, or if a trajectory of the group is not graded yet: the

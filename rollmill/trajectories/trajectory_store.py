@@ -29,9 +29,9 @@ from rollmill.trajectories.schema import decode_trajectory
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, from_json, is_key, to_key, to_number, to_object, to_text
 from rollmill.trajectories.table_rows import COLUMNS, FeedbackRow, LedgerEntry, TrajectoryRow, missing, rows_of, to_row
 from rollmill.trajectories.tables import feedback, groups, ledger, rewards, trajectories
-from rollmill.types import LedgerState, Reward, TrafficClass, Trajectory, TrajectoryState
+from rollmill.types import Grade, LedgerState, TrafficClass, Trajectory, TrajectoryState
 
-Grades = list[tuple[int, Reward]]  # reward id, reward; oldest first
+Grades = list[tuple[int, Grade]]  # reward id, reward; oldest first
 
 _INTERRUPTED = (
     trajectories.update()
@@ -133,7 +133,7 @@ class TrajectoryStore:
 
         writing(self._engine, lambda connection: finish_trajectory(connection, id, values))
 
-    def grade(self, id: str, reward: Reward) -> int:
+    def grade(self, id: str, reward: Grade) -> int:
         """Append a reward and return its id. A finished or quarantined trajectory becomes graded."""
         row = reward_row(id, reward)
         try:
@@ -286,7 +286,7 @@ class TrajectoryStore:
         found: dict[str, Grades] = {id: [] for id in ids}
         with reading(self._engine) as connection:
             for row in connection.execute(_REWARDS, {"ids": list(filter(is_key, ids))}):
-                reward = Reward(row.value, from_json(row.parts), from_json(row.evidence), row.grader)
+                reward = Grade(row.value, from_json(row.parts), from_json(row.evidence), row.grader)
                 found[row.trajectory].append((row.id, reward))
         return found
 

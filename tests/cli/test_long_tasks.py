@@ -18,8 +18,8 @@ from tests.test_repo import ROOT
 NOTE = "README.md says that the function belongs into main.py. What remains: write it."
 
 
-def call(name: str, **arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments)}
+def call(command: str) -> dict[str, Any]:
+    function = {"name": "bash", "arguments": json.dumps({"command": command})}
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
 
 
@@ -31,17 +31,17 @@ class Script(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
-        last = str(messages[-1]["content"])
-        if "Please summarise" in last:
+        begins, summed = len(messages) == 2, NOTE in str(messages[1]["content"])  # after the system message
+        if "Please summarise" in str(messages[-1]["content"]):
             message: dict[str, Any] = {"role": "assistant", "content": NOTE}
-        elif NOTE not in str(messages[0]["content"]):
-            message = call("read", path="README.md")
-        elif len(messages) == 1:
-            message = call("write", path="main.py", content="def f(x):\n    return x + 3\n")
+        elif not summed:
+            message = call("cat README.md")
+        elif begins:
+            message = call("printf 'def f(x):\\n    return x + 3\\n' > main.py")
         else:
-            message = call("done")
+            message = call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        used = 55 + (5 if len(messages) == 1 and NOTE not in str(messages[0]["content"]) else -30)
+        used = 60 if begins and not summed else 25
         self._reply({"choices": [choice], "usage": {"completion_tokens": 5, "total_tokens": used}})
 
     def _reply(self, tree: Any) -> None:

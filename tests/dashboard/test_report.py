@@ -23,7 +23,7 @@ from rollmill.dashboard.report import example_trajectories, write_report
 from rollmill.dashboard.scales import clock, clock_ticks, duration, linear, logarithmic, number, power, size
 from rollmill.dashboard.timeline import Stretch, busy_share, lanes
 from rollmill.errors import StorageError
-from rollmill.types import Reward, Trajectory, TrajectoryState
+from rollmill.types import Grade, Trajectory, TrajectoryState
 from tests.evals.synthetic import FULL_BYTES, PHASES, Script, decode, demo_run, trajectories, trajectory
 
 VOID = frozenset({"br", "hr", "img", "input", "meta", "link"})
@@ -211,7 +211,7 @@ def test_the_page_says_what_happened(page: Page) -> None:
     words = " ".join(" ".join(page.text).replace("\N{NO-BREAK SPACE}", " ").split())
     assert "rose from 41.8 % to 86.7 % , +44.9 points" in words
     assert "engine-away was started again" in words
-    assert "Before training" in words and "Solved" in words and "hidden_tests 1" in words
+    assert "Before training" in words and "Solved" in words and "calls 1" in words
     assert "Every version (60)" in words and "To away" in words and "Longest pause" in words
 
 
@@ -229,7 +229,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
         message["name"] = HOSTILE
     call = {"function": {"name": HOSTILE, "arguments": json.dumps({HOSTILE: [HOSTILE]})}}
     hostile.messages[2]["tool_calls"] = [call, {"function": {"name": "x", "arguments": HOSTILE}}, HOSTILE, None]
-    hostile.rewards = [(1, Reward(1.0, {HOSTILE: 1.0}, {HOSTILE: {HOSTILE: HOSTILE}}, HOSTILE))]
+    hostile.rewards = [(1, Grade(1.0, {HOSTILE: 1.0}, {HOSTILE: {HOSTILE: HOSTILE}}, HOSTILE))]
     shown = {HOSTILE: hostile}
     _, text = report(tmp_path, script, trajectories=shown, decode=lambda ids: HOSTILE)
     page = Page(text)
@@ -269,7 +269,7 @@ def test_values_too_deep_for_json_do_not_break_the_page() -> None:
         deep = [deep]
     call = {"function": {"name": "edit", "arguments": "[" * 100_000}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    rewards = [(1, Reward(0.0, evidence={"outcome": deep}))]
+    rewards = [(1, Grade(0.0, evidence={"outcome": deep}))]
     one = replace(trajectory(False, [58]), messages=[message], rewards=rewards)
     assert "too deep to show" in conversation("Failed", one)
 

@@ -20,7 +20,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.query import Cursor, TrajectoryQuery
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.dashboard.conftest import Open
 from tests.dashboard.test_report import HOSTILE
 from tests.dashboard.test_run_overview import assert_tame
@@ -52,7 +52,7 @@ def filled(run: RunDirectory) -> RunDirectory:
     solved = build.trajectory(STRANGE, segments=[build.segment()], messages=MESSAGES, task_id=HOSTILE)
     objects.create("trajectories/0", encode_trajectory(solved))
     store.finish(STRANGE, "trajectories/0", None, **seal_facts(solved))
-    store.grade(STRANGE, Reward(1.0, {HOSTILE: 0.75}, {"output": HOSTILE, HOSTILE: [HOSTILE]}, HOSTILE))
+    store.grade(STRANGE, Grade(1.0, {HOSTILE: 0.75}, {"output": HOSTILE, HOSTILE: [HOSTILE]}, HOSTILE))
     store.add_feedback(STRANGE, HOSTILE, 1.0, {"by": HOSTILE})
     store.fail("failed", f"machine: {HOSTILE}")
     store.create(f"{run.id}/eval-after", "", "heldout/1", ["eval-1"], {"split": "heldout"})

@@ -15,6 +15,7 @@ from rollmill.chat.format import ChatFormat, Message, message_calls
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.demo.coding_tools import OK, TOOLS_BY_NAME, apply_edit, render_read, render_run, tool_schemas
 from rollmill.demo.demonstrations import (
     DemonstrationStream,
     Habits,
@@ -27,7 +28,7 @@ from rollmill.demo.demonstrations import (
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function, Step
 from rollmill.demo.micro_repos import MAIN, TEST, MicroRepos, Repository, repositories
 from rollmill.demo.tokenizer import session_texts
-from rollmill.environments.harnesses.tools import OK, apply_edit, parse_arguments, render_read, render_run, tool_schemas
+from rollmill.environments.harnesses.tools import parse_arguments
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def sessions() -> list[tuple[Repository, list[Message], Function]]:
 def answer(repository: Repository, directory: Path, message: Message) -> str:
     """The harness's answer to a tool call, from real files and a real test run."""
     [(name, arguments)] = message_calls(message)
-    values = parse_arguments(name, arguments)
+    values = parse_arguments(name, arguments, TOOLS_BY_NAME)
     if name == "read":
         return render_read((directory / values["path"]).read_text())
     if name == "edit":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.demo.coding_tools import OK, apply_edit, render_run
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function, Step
 from rollmill.demo.micro_repos import (
     HELDOUT_SPLITS,
@@ -23,7 +24,6 @@ from rollmill.demo.micro_repos import (
     repositories,
     repository_of,
 )
-from rollmill.environments.harnesses.tools import OK, apply_edit, render_run
 from rollmill.errors import TaskError
 
 SPLITS = ("train", "heldout", "fresh", "heldout_family")

@@ -14,6 +14,7 @@ import rollmill.demo
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.demo.coding_tools import tool_schemas
 from rollmill.demo.walk_demonstrations import (
     REQUEST,
     RESUME,
@@ -23,11 +24,10 @@ from rollmill.demo.walk_demonstrations import (
     walk_solve_rate,
     walk_tokenizer,
 )
-from rollmill.demo.walks import FILES, Found, Walk, Walks
+from rollmill.demo.walks import FILES, KeyAndEnd, Walk, Walks
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.summary import derived_threshold
-from rollmill.environments.harnesses.tools import tool_schemas
 from rollmill.errors import TaskError
 from rollmill.machines.namespace.client import NamespaceHost
 
@@ -90,7 +90,7 @@ async def test_only_the_right_last_answer_is_rewarded(given: str | None, stop: s
     messages = [{"role": "assistant", "content": "key20"}, {"role": "assistant", "content": said}]
     result = HarnessResult(stop, 3, 1)  # type: ignore[arg-type]
     episode = Episode(task, {}, NamespaceHost(), messages=messages, result=result)
-    assert (await Found().grade(episode)).value == value
+    assert (await KeyAndEnd().grade(episode)).value == value
 
 
 def test_words_that_do_not_mislead_are_about_as_long_and_name_no_number(tokenizer: Tokenizer) -> None:

@@ -46,6 +46,7 @@ SETTINGS = (
     "stages.midtrain.steps=3",
     "stages.midtrain.documents_per_step=4",
     "rollouts.max_answer_tokens=8",
+    "harness.kind=rollmill.demo.coding:CodingHarness",
     "harness.max_turns=2",
     "evals.tasks=2",
     "evals.attempts=1",

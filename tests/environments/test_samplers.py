@@ -12,7 +12,7 @@ import pytest
 from rollmill.environments.sampler import Draw, Sampler, TaskResults
 from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
 from rollmill.environments.samplers.uniform import Uniform
-from rollmill.environments.task import Task
+from rollmill.environments.task import Task, TaskSet
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import ConfigError
 
@@ -119,7 +119,7 @@ def test_a_recheck_of_one_is_uniform() -> None:
 
 
 def test_an_endless_task_set_is_refused_with_the_remedy() -> None:
-    class Endless:
+    class Endless(TaskSet):
         name = "endless"
 
         def train(self, seed: int) -> itertools.repeat[Task]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajectory, TrajectoryState
+from rollmill.types import Grade, PolicyRef, Sampling, Segment, Span, Trajectory, TrajectoryState
 
 START = 1_700_000_000.0
 MIDTRAIN, EVALUATE, STEP = 52.0, 14.0, 2.1  # seconds
@@ -279,9 +279,9 @@ def trajectory(solved: bool, versions: list[int], seed: int = 0) -> Trajectory:
         {"role": "tool", "content": "1 passed" if solved else "1 failed: f(30) is True, expected False"},
         {"role": "assistant", "content": "done"},
     ]
-    reward = Reward(
+    reward = Grade(
         float(solved),
-        {"hidden_tests": float(solved), "files_intact": 1.0},
+        {"calls": float(solved), "files_intact": 1.0},
         {
             "passed": 6 if solved else 2,
             "cases": 6,

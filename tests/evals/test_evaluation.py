@@ -15,8 +15,8 @@ from rollmill import telemetry
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.demo.coding_tools import tool_schemas
 from rollmill.demo.micro_repos import MicroRepos
-from rollmill.environments.harnesses.tools import tool_schemas
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import GatewayError, RollmillError, StorageError, TaskError
@@ -26,7 +26,7 @@ from rollmill.evals.suite import Cell, EvalConfig
 from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout import Outcome
-from rollmill.types import Reward, TrajectoryState
+from rollmill.types import Grade, TrajectoryState
 from tests.chat.conftest import tokenizer  # noqa: F401
 from tests.machines.conftest import host  # noqa: F401
 from tests.rollouts.world import ADMIN, RUN, SOLUTION, Additions, FailingHost, World, open_world
@@ -180,7 +180,7 @@ async def test_it_waits_until_the_version_is_served(world: World) -> None:
 
 async def test_a_few_lost_attempts_are_left_out_of_the_rate() -> None:
     by_task = {
-        f"task-{task}": [Outcome(f"{task}-{attempt}", Reward(float(attempt > 0)), None) for attempt in range(4)]
+        f"task-{task}": [Outcome(f"{task}-{attempt}", Grade(float(attempt > 0)), None) for attempt in range(4)]
         for task in range(10)
     }
     by_task["task-3"][2:] = [Outcome("lost", None, None, reason="gone")] * 2
@@ -194,7 +194,7 @@ async def test_a_few_lost_attempts_are_left_out_of_the_rate() -> None:
 
 async def test_an_evaluation_keeps_the_reward_of_each_attempt() -> None:
     """A judge's scores: nothing counts as solved, and the mean reward is known."""
-    by_task = {f"task-{task}": [Outcome(f"{task}", Reward(0.9 - 0.1 * task), None)] * 2 for task in range(4)}
+    by_task = {f"task-{task}": [Outcome(f"{task}", Grade(0.9 - 0.1 * task), None)] * 2 for task in range(4)}
     result = _summarise(by_task, Cell("heldout", "sampled", 4, 2), EXAMINATION, 1.0, {"task-0": "easy"})
     assert result.reward == pytest.approx(0.75) and result.reward_low < 0.75 < result.reward_high
     assert (result.rate, result.solved_once, result.k) == (0.0, 0.0, 2) and result.families == {"task-0": "easy"}

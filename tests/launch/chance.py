@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Reward
 from rollmill.runs.run import RunDirectory
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.e2e.small_run import small_run
 
 _MODEL = ("layers=1", "width=32", "heads=2", "kv_heads=1", "head_dim=16", "mlp_width=32", "expert_width=16")
@@ -25,15 +26,15 @@ TINY = (
 )
 
 
-class Chance:
+class Chance(Reward):
     """Differs between any two different answers."""
 
     name = "chance"
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         said = json.dumps([dict(message) for message in episode.messages], default=str)
         drawn = hashlib.sha256(said.encode()).digest()
-        return Reward(int.from_bytes(drawn[:4]) / 2**32, grader=self.name)
+        return Grade(int.from_bytes(drawn[:4]) / 2**32, grader=self.name)
 
 
 def train_first_stage(run: RunDirectory) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.calls import HiddenTests, HiddenTestsConfig
+from rollmill.environments.rewards.calls import Calls, CallsConfig
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError
 from rollmill.machines import agent_machine
@@ -182,7 +182,7 @@ async def test_an_attack_changes_nothing_or_ruins_the_attackers_own_machine(any_
 async def test_an_attack_in_the_grading_machine_is_graded(any_host: NamespaceHost) -> None:
     grading = {"kind": "calls", "module": "main.py", "function": "f", "cases": [[[1], 7290183645]]}
     task = Task("t", "fix", image=BUILT_IN, files={"main.py": b""}, submission=("main.py",), grading=grading)
-    grader = HiddenTests(HiddenTestsConfig(timeout_s=1.0))
+    grader = Calls(CallsConfig(timeout_s=1.0))
 
     async def grade(attack: str) -> None:
         assert (await grader.grade(Episode(task, {"main.py": attack.encode()}, any_host))).value == 0.0

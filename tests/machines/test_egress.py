@@ -113,7 +113,7 @@ async def test_virtual_machines_and_their_forks_reach_the_same_names(port: int, 
     except MachineError as error:
         pytest.skip(str(error))
     log = tmp_path / "egress.jsonl"
-    host = QemuHost(QemuConfig(egress=[f"127.0.0.1:{port}"], egress_log=str(log)))
+    host = QemuHost(QemuConfig(memory_mb=256, egress=[f"127.0.0.1:{port}"], egress_log=str(log)))
     program = _ASK + (
         f"allowed = ask('GET http://127.0.0.1:{port}/a HTTP/1.1\\r\\n\\r\\n')\n"
         "other = ask('GET http://127.0.0.1:1/ HTTP/1.1\\r\\n\\r\\n')\n"

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollmill.environments.harnesses import tools
-from rollmill.environments.harnesses.coding import CodingHarness
+from rollmill.demo import coding_tools as tools
+from rollmill.demo.coding import CodingHarness
+from rollmill.environments.harnesses.tools import BadToolCall, parse_call
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.machine import ExecResult
@@ -116,9 +117,9 @@ def test_tool_calls(fuzz_loop: asyncio.AbstractEventLoop, fuzz_machine: Namespac
     def run(call: Any) -> None:
         async def one() -> None:
             try:
-                answer = await harness._call(machine, call)
+                answer = await harness.call(machine, *parse_call(call, tools.TOOLS_BY_NAME))
                 assert answer is None or isinstance(answer, str)
-            except tools.BadToolCall as bad:
+            except BadToolCall as bad:
                 assert isinstance(bad.text, str)
             await check_alive(machine)
 

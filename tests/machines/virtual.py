@@ -11,7 +11,7 @@ from rollmill.errors import MachineError
 from rollmill.machines.qemu.host import QemuConfig, QemuHost, QemuMachine
 from rollmill.machines.qemu.parts import find_parts
 
-CONFIG = QemuConfig(disk_mb=16, processes=32)
+CONFIG = QemuConfig(memory_mb=256, disk_mb=16, processes=32)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

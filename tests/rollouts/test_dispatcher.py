@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.calls import HiddenTests
+from rollmill.environments.reward import Reward
+from rollmill.environments.rewards.calls import Calls
 from rollmill.environments.sampler import Draw, Sampler
 from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
 from rollmill.environments.task import Task, TaskSet
@@ -30,7 +31,7 @@ from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
+from rollmill.types import Grade, GroupState, LedgerState, StepRecord, TrajectoryState, Version
 from tests.rollouts.world import (
     ADMIN,
     RUN,
@@ -252,7 +253,7 @@ async def test_a_group_starts_only_with_the_results_its_task_was_chosen_by(world
 
 @pytest.mark.parametrize(("chosen", "said"), [(None, "returned NoneType"), (KeyError("x"), "KeyError: 'x'")])
 async def test_a_sampler_that_returns_nonsense_ends_the_run_with_its_name(world: World, chosen: Any, said: str) -> None:
-    class Broken:
+    class Broken(Sampler):
         name = "broken"
 
         def choose(self, tasks: TaskSet, draw: Draw) -> Task:
@@ -268,7 +269,7 @@ async def test_a_sampler_that_returns_nonsense_ends_the_run_with_its_name(world:
 # restarts
 
 
-class StandInGrader:
+class StandInGrader(Reward):
     """Grades the first `grades` submissions, then hangs."""
 
     name = "stand-in"
@@ -277,11 +278,11 @@ class StandInGrader:
         self._grades = grades
         self.asked = 0
 
-    async def grade(self, *arguments: Any) -> Reward:
+    async def grade(self, *arguments: Any) -> Grade:
         self.asked += 1
         if self.asked > self._grades:
             await asyncio.Future()
-        return await HiddenTests().grade(*arguments)
+        return await Calls().grade(*arguments)
 
 
 async def test_episodes_that_are_graded_keep_no_other_from_running(world: World) -> None:
@@ -298,18 +299,18 @@ async def test_episodes_that_are_graded_keep_no_other_from_running(world: World)
     await stop(dispatching)
 
 
-class StandInJudge:
+class StandInJudge(Reward):
     """Grades as the hidden tests do, unless it is down."""
 
     name = "judge"
     down = True
     asked = 0
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         self.asked += 1
         if self.down:
             raise RewardUnavailable("the judge is down")
-        return await HiddenTests().grade(episode)
+        return await Calls().grade(episode)
 
 
 async def test_a_run_waits_for_its_judge_and_loses_no_episode(world: World) -> None:
@@ -450,11 +451,11 @@ async def test_a_reward_that_cannot_be_stored_does_not_end_the_run_for_ever(worl
     await until(lambda: len(world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
     await stop(dispatching)
 
-    class Infinite:
+    class Infinite(Reward):
         name = "infinite"
 
-        async def grade(self, *arguments: Any) -> Reward:
-            return Reward(0.0, evidence={"first_wrong": math.inf})
+        async def grade(self, *arguments: Any) -> Grade:
+            return Grade(0.0, evidence={"first_wrong": math.inf})
 
     await dispatch(world, context=replace(world.context, grader=Infinite()), groups=1)
     (group,) = world.ledger.groups(GroupState.waiting)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.weighted import WeightedRewards
 from rollmill.errors import RewardError
 from rollmill.machines.machine import Capabilities, Machine, MachineHost, Snapshot
 from rollmill.rollouts.hand_in import load_hand_in
 from rollmill.rollouts.rollout_context import RolloutContext
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.machines.stand_ins import StandInHost
 from tests.rollouts.world import RUN, World, make_task, regrade
 
@@ -27,39 +28,39 @@ NOTES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @dataclass
-class Diary:
+class Diary(Reward):
     """1 if the agent left notes. They are not handed in."""
 
     name = "diary"
     wants_final_state = True
     seen: list[Episode] = field(default_factory=list)
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         self.seen.append(episode)
         if episode.state_refused is not None:
-            return Reward(0.0, evidence={"why": episode.state_refused})
+            return Grade(0.0, evidence={"why": episode.state_refused})
         machine = await episode.open_final_state()
         try:
             notes = await machine.read("notes.txt")
         except FileNotFoundError:
-            return Reward(0.0)
+            return Grade(0.0)
         finally:
             await machine.close()
-        return Reward(float(b"wrong" in notes), evidence={"notes": notes.decode("utf-8", "replace")})
+        return Grade(float(b"wrong" in notes), evidence={"notes": notes.decode("utf-8", "replace")})
 
 
-class Clean:
+class Clean(Reward):
     """What a machine for grading has beside the hand-in."""
 
     name = "clean"
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         machine = await episode.machines.create(episode.task.image, episode.task.files)
         try:
             listed = await machine.exec(["ls"])
         finally:
             await machine.close()
-        return Reward(float(b"notes" not in listed.output))
+        return Grade(float(b"notes" not in listed.output))
 
 
 @dataclass
@@ -104,10 +105,10 @@ async def test_a_reward_looks_at_a_file_that_was_not_handed_in(world: World) -> 
     outcome = await world.play(context=with_rewards(world, host, diary, Clean()))
     assert outcome.reward is not None and outcome.reward.parts == {
         "solved": 1.0,
-        "hidden_tests": 1.0,
+        "calls": 1.0,
         "diary": 1.0,
         "clean": 1.0,
-        **{name: part for name, part in outcome.reward.parts.items() if name.startswith("hidden_tests.")},
+        **{name: part for name, part in outcome.reward.parts.items() if name.startswith("calls.")},
     }
     assert outcome.reward.evidence["diary"] == {"notes": "main.py was wrong\n"}
     assert len(host.saved) == 1 and host.released == host.saved

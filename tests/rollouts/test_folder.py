@@ -10,8 +10,8 @@ import pytest
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
-from rollmill.environments.machine_folder import Folder
 from rollmill.environments.task import WholeDiff
+from rollmill.environments.task_machine import Folder
 from tests.rollouts.world import FailingHost, World, make_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -8,6 +8,7 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.judge import Judge, JudgeConfig
 from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.rewards.weighted import add_up
@@ -15,7 +16,7 @@ from rollmill.environments.task import Task
 from rollmill.errors import RewardError
 from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.grading import Stalls, grade_patiently
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -61,10 +62,10 @@ async def test_a_judge_that_is_down_beside_another_reward_does_not_cancel_who_wa
     assert me is not None and me.cancelling() == 0
 
 
-class Cancels:
+class Cancels(Reward):
     name = "cancels"
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         raise asyncio.CancelledError
 
 

@@ -14,10 +14,10 @@ from aiohttp.test_utils import TestServer
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.demo.coding import CodingConfig, CodingHarness
+from rollmill.demo.coding_tools import tool_schemas
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
 from rollmill.environments.harnesses.summary import SummaryConfig
-from rollmill.environments.harnesses.tools import tool_schemas
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError
 from rollmill.gateway.app import make_app
@@ -99,7 +99,7 @@ async def open_gateway(
 
 async def play(directory: Path, tokenizer: Tokenizer, engine: ScriptedEngine) -> tuple[HarnessResult, Trajectory]:
     settings = SummaryConfig(request=REQUEST)
-    harness = CodingHarness(HarnessConfig(max_turns=1_000_000, max_tool_output=WINDOW // 3, summaries=settings))
+    harness = CodingHarness(CodingConfig(max_turns=1_000_000, max_tool_output=WINDOW // 3, summaries=settings))
     task = Task("log", "Read the log.", files={FILE: TEXT.encode()})
     async with open_gateway(directory, tokenizer, engine) as (client, store), contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(harness.close)

@@ -19,13 +19,14 @@ from aiohttp.test_utils import TestServer, unused_port
 from rollmill import telemetry
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
+from rollmill.environments.reward import Reward
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
 from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.rollouts import rollout
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.hand_in import hand_in_key, load_hand_in, with_counts
 from rollmill.rollouts.rollout import seal_again
-from rollmill.types import Reward, TrajectoryState
+from rollmill.types import Grade, TrajectoryState
 from tests.rollouts.world import (
     ADMIN,
     RUN,
@@ -276,7 +277,7 @@ async def test_a_grading_machine_that_fails(world: World) -> None:
 
 
 async def test_grading_that_does_not_end(world: World) -> None:
-    async def hang() -> Reward:
+    async def hang() -> Grade:
         return await asyncio.Future()
 
     outcome = await world.play(context=replace(world.context, grading_timeout_s=0.5, grader=StandInGrader(hang)))
@@ -287,9 +288,9 @@ async def test_grading_that_does_not_end(world: World) -> None:
 async def test_grading_has_a_time_limit_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was cut off after the episode's time and a minute, whatever the reward's own limit was."""
 
-    async def slow() -> Reward:
+    async def slow() -> Grade:
         await asyncio.sleep(0.5)
-        return Reward(1.0)
+        return Grade(1.0)
 
     monkeypatch.setattr(rollout, "GRACE_S", 0.25)
     context = replace(world.context, timeout_s=0.2, grading_timeout_s=60.0, grader=StandInGrader(slow))
@@ -301,17 +302,17 @@ async def test_a_judge_that_is_down_is_asked_again_and_the_stall_is_shown(world:
     telemetry.open_events(world.directory / "events", "dispatcher")
     asked = 0
 
-    async def recover() -> Reward:
+    async def recover() -> Grade:
         nonlocal asked
         asked += 1
         if asked < 3:
             raise RewardUnavailable("the judge is down")
-        return Reward(1.0)
+        return Grade(1.0)
 
     context = replace(world.context, grading_timeout_s=1.0, grader=StandInGrader(recover))
     assert (await world.play(context=context)).solved
 
-    async def down() -> Reward:
+    async def down() -> Grade:
         raise RewardUnavailable("the judge is down")
 
     outcome = await world.play(id="t1", context=replace(context, grader=StandInGrader(down)))
@@ -322,20 +323,20 @@ async def test_a_judge_that_is_down_is_asked_again_and_the_stall_is_shown(world:
     assert [event["text"] for event in events if event["kind"] == "warning"] == ["grading waits: the judge is down"] * 2
 
 
-class StandInGrader:
+class StandInGrader(Reward):
     name = "stand-in"
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self._act = act
 
-    async def grade(self, *_: Any) -> Reward:
+    async def grade(self, *_: Any) -> Grade:
         return await self._act()
 
 
 async def test_an_unexpected_error_fails_the_trajectory_and_is_logged(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def stumble() -> Reward:
+    async def stumble() -> Grade:
         raise KeyError("surprise")
 
     outcome = await world.play(context=replace(world.context, grader=StandInGrader(stumble)))
@@ -344,12 +345,12 @@ async def test_an_unexpected_error_fails_the_trajectory_and_is_logged(
 
 
 UNWRITABLE: dict[str, Any] = {
-    "infinite value": Reward(math.inf),
-    "value beyond a float": Reward(10**400),
-    "no number": Reward("much"),  # type: ignore[arg-type]
-    "nan in the parts": Reward(0.0, parts={"cases": math.nan}),
-    "infinity in the evidence": Reward(0.0, evidence={"first_wrong": {"outcome": {"value": -math.inf}}}),
-    "evidence that is no JSON": Reward(0.0, evidence={"output": b"bytes"}),
+    "infinite value": Grade(math.inf),
+    "value beyond a float": Grade(10**400),
+    "no number": Grade("much"),  # type: ignore[arg-type]
+    "nan in the parts": Grade(0.0, parts={"cases": math.nan}),
+    "infinity in the evidence": Grade(0.0, evidence={"first_wrong": {"outcome": {"value": -math.inf}}}),
+    "evidence that is no JSON": Grade(0.0, evidence={"output": b"bytes"}),
     "no reward": None,
 }
 
@@ -358,7 +359,7 @@ UNWRITABLE: dict[str, Any] = {
 async def test_a_reward_that_cannot_be_stored_fails_its_own_trajectory(world: World, name: str) -> None:
     """It must not stop the dispatcher: a restart would regrade the same submission and stop again."""
 
-    async def grade() -> Reward:
+    async def grade() -> Grade:
         return UNWRITABLE[name]
 
     context = replace(world.context, grader=StandInGrader(grade))
@@ -375,8 +376,8 @@ async def test_surrogates_and_nul_in_the_evidence_are_stored(world: World) -> No
     """Lone surrogates and NUL characters: code that was graded can return them."""
     evidence = {"output": "\ud800 \0", "first_wrong": {"outcome": {"\udfff": ["\ud800"]}}}
 
-    async def grade() -> Reward:
-        return Reward(0.0, evidence=evidence, grader="\ud800\0")
+    async def grade() -> Grade:
+        return Grade(0.0, evidence=evidence, grader="\ud800\0")
 
     outcome = await world.play(context=replace(world.context, grader=StandInGrader(grade)))
     assert outcome.reward is not None and world.row().state == TrajectoryState.graded
@@ -385,9 +386,9 @@ async def test_surrogates_and_nul_in_the_evidence_are_stored(world: World) -> No
 
 
 async def test_a_trajectory_deleted_in_flight_ends_only_itself(world: World) -> None:
-    async def delete() -> Reward:
+    async def delete() -> Grade:
         world.context.trajectories.delete("t0")
-        return Reward(1.0)
+        return Grade(1.0)
 
     outcome = await world.play(context=replace(world.context, grader=StandInGrader(delete)))
     assert outcome.reward is None and "deleted" in str(outcome.reason)
@@ -429,7 +430,7 @@ async def test_regrading_a_stored_submission_gives_the_same_reward(world: World)
 async def test_a_rollout_whose_process_died_while_grading_is_graded_later(world: World) -> None:
     grading = asyncio.Event()
 
-    async def hang() -> Reward:
+    async def hang() -> Grade:
         grading.set()
         return await asyncio.Future()
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
+from rollmill.demo.coding import CodingConfig, CodingHarness
 from rollmill.evals.evaluation import Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.rollouts.config import RolloutConfig
@@ -62,7 +62,7 @@ def answers(store: TrajectoryStore, rows: Iterable[TrajectoryRow]) -> Answers:
 @on_one_loop
 async def test_the_same_seed_gives_the_same_tokens(world: World) -> None:
     """Two runs against the real engine with random weights, and an evaluation each; then another seed."""
-    harness = CodingHarness(HarnessConfig(max_turns=2))
+    harness = CodingHarness(CodingConfig(max_turns=2))
     world.stack.push_async_callback(harness.close)
     async with real_engine(world) as context:
         context = replace(context, harness=harness)

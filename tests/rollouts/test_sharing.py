@@ -15,7 +15,7 @@ from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.pace import Pace
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.rollouts.test_dispatcher import make_dispatcher, train_one_step
 from tests.rollouts.world import ADMIN, RUN, World
 from tests.trajectories.build import start_group
@@ -71,7 +71,7 @@ async def test_a_group_that_another_dispatcher_has_brought_to_its_end_ends_nobod
     with pytest.raises(TrajectoryError, match="g-000000-0 is running"):
         await playing._group_ready("g-000000")
     world.context.trajectories.finish("g-000000-0", "p", None, tokens=1, sampled_tokens=1, segments=1)
-    world.context.trajectories.grade("g-000000-0", Reward(1.0))
+    world.context.trajectories.grade("g-000000-0", Grade(1.0))
     ledger.group_ready("g-000000")
     assert train_one_step(ledger, 1)
     await playing._group_ready("g-000000")

@@ -11,9 +11,9 @@ import pytest
 
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
-from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
+from rollmill.demo.coding import CodingConfig, CodingHarness
+from rollmill.demo.coding_tools import tool_schemas
 from rollmill.environments.harnesses.summary import SummaryConfig
-from rollmill.environments.harnesses.tools import tool_schemas
 from rollmill.training.rl.credit import credit_of
 from rollmill.types import Segment
 from tests.rollouts.world import SOLUTION, World
@@ -45,7 +45,7 @@ SUMMARIES = SummaryConfig(request="sum", resume=" {number} {summary}")
 
 
 async def play(world: World, settings: SummaryConfig) -> list[Segment]:
-    harness = CodingHarness(HarnessConfig(max_turns=80, summaries=settings))
+    harness = CodingHarness(CodingConfig(max_turns=80, summaries=settings))
     outcome = await world.play(context=replace(world.context, harness=harness))
     await harness.close()
     assert outcome.solved and world.row().turns == outcome.result.turns  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.environments.rewards.calls import HiddenTests
+from rollmill.environments.rewards.calls import Calls
 from rollmill.environments.rewards.script import Script
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine
@@ -19,7 +19,7 @@ from rollmill.rollouts import work_diff
 from rollmill.rollouts.check_task import check_task
 from rollmill.rollouts.hand_in import HandIn, load_hand_in, store_hand_in, take_hand_in
 from rollmill.storage.objects import Objects
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.machines.stand_ins import StandInMachine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,7 +43,7 @@ async def hand_in(host: NamespaceHost, command: str, task: Task | None = None) -
         await machine.close()
 
 
-async def grade(host: NamespaceHost, handed_in: HandIn, task: Task | None = None) -> Reward:
+async def grade(host: NamespaceHost, handed_in: HandIn, task: Task | None = None) -> Grade:
     return await Script().grade(handed_in.episode(task or make_task(), host))
 
 
@@ -202,11 +202,11 @@ async def test_submitted_hooks_of_python_and_pytest_are_no_part_of_the_answer(ho
     trick = "import sys; sys.modules['main'] = type('M', (), {'f': staticmethod(lambda x: x + 10)})"
     given = await hand_in(host, f'echo "{trick}" | tee sitecustomize.py conftest.py a.pth > d.py', task)
     assert set(given.files) == {"sitecustomize.py", "conftest.py", "a.pth", "d.py"}, "they are stored"
-    assert (await HiddenTests().grade(given.episode(task, host))).value == 0.0
+    assert (await Calls().grade(given.episode(task, host))).value == 0.0
     right = await hand_in(host, "sed -i 's/return x/return x + 10/' main.py", task)
-    assert (await HiddenTests().grade(right.episode(task, host))).solved
+    assert (await Calls().grade(right.episode(task, host))).solved
     gone = await hand_in(host, "rm main.py", task)
-    assert (await HiddenTests().grade(gone.episode(task, host))).evidence["missing"] == "main.py"
+    assert (await Calls().grade(gone.episode(task, host))).evidence["missing"] == "main.py"
 
 
 async def test_a_stored_hand_in_keeps_the_diff(host: NamespaceHost, tmp_path: Any) -> None:

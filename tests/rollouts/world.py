@@ -18,10 +18,10 @@ from aiohttp.test_utils import TestServer
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
-from rollmill.environments.harnesses.tools import tool_schemas
-from rollmill.environments.rewards.calls import HiddenTests, HiddenTestsConfig
-from rollmill.environments.task import Task
+from rollmill.demo.coding import CodingConfig, CodingHarness
+from rollmill.demo.coding_tools import tool_schemas
+from rollmill.environments.rewards.calls import Calls, CallsConfig
+from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import GatewayError, MachineError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
@@ -74,7 +74,7 @@ def make_task(number: int = 0, split: str = "train", **changes: Any) -> Task:
     return replace(task, **changes)
 
 
-class Additions:
+class Additions(TaskSet):
     name = "additions"
 
     def train(self, seed: int) -> Iterator[Task]:
@@ -187,13 +187,13 @@ async def open_world(directory: Path, tokenizer: Tokenizer, machines: MachineHos
     trajectories = TrajectoryStore(database, objects)
     engine = ScriptedEngine([[]])
     engine.agent_token = tokenizer.token_id("<agent>")
-    harness = CodingHarness(HarnessConfig(tool_timeout_s=1.0, max_tool_output=200, request_deadline_s=60.0))
+    harness = CodingHarness(CodingConfig(tool_timeout_s=1.0, max_tool_output=200, request_deadline_s=60.0))
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(TestServer(engine.app()))
         url = await start_gateway(stack, directory, tokenizer, EngineEndpoint(str(server.make_url("")), "home"))
         gateway = await stack.enter_async_context(GatewayClient(url, ADMIN, patience_s=60.0))
         stack.push_async_callback(harness.close)
-        grader = HiddenTests(HiddenTestsConfig(timeout_s=1.0))
+        grader = Calls(CallsConfig(timeout_s=1.0))
         context = RolloutContext(gateway, machines, machines, harness, grader, trajectories, objects, timeout_s=100.0)
         await gateway.wait_until_serving(0)
         world = World(directory, tokenizer, engine, context, Ledger(database, RUN), stack)

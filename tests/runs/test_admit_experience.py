@@ -25,7 +25,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import LedgerState, PolicyRef, Reward, TrafficClass, Version
+from rollmill.types import Grade, LedgerState, PolicyRef, TrafficClass, Version
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 from tests.trajectories import build
@@ -78,7 +78,7 @@ class Mill:
             provenance = {name: value for name, value in facts.items() if value}
             self.store.create(key, group, task, [id], provenance, traffic)
             self.store.finish(id, f"trajectories/{id}.zst", None, **seal_facts(made))
-            self.store.grade(id, Reward(float(number)))
+            self.store.grade(id, Grade(float(number)))
         return ids
 
 

@@ -55,6 +55,7 @@ def test_prompts_that_do_not_fit_into_the_context(tmp_path: Path) -> None:
     def config(context: int, **more: Any) -> RunConfig:
         model = {"checkpoint": str(tmp_path), "model": {"max_context": context}}
         tasks = {"kind": "rollmill.demo.micro_repos:MicroRepos"}
+        model["harness"] = {"kind": "rollmill.demo.coding:CodingHarness"}
         return validate_config(
             RunConfig,
             {"name": "small", "stages": [{"kind": "rl", "steps": 1}], "tasks": tasks, **model, **more},

@@ -18,7 +18,7 @@ from rollmill.errors import ConfigError
 from rollmill.runs.open_sinks import Sinks
 from rollmill.runs.preflight import check_parts
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.sink import scalars_of
+from rollmill.runs.sink import Sink, scalars_of
 from tests.cli.test_init import shell, shortened
 from tests.runs.conftest import make_config
 from tests.test_repo import ROOT
@@ -98,7 +98,7 @@ def test_a_missing_package_is_told_before_a_run_begins(monkeypatch: pytest.Monke
     assert refused.value.hint == "pip install 'rollmill[tensorboard]'"
 
 
-class Broken:
+class Broken(Sink):
     def open(self, directory: Path, name: str) -> None: ...
 
     def write(self, scalars: object) -> None:

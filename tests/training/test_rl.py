@@ -20,7 +20,7 @@ from rollmill.training.rl.selection import trainable_sequences
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
-from rollmill.types import LedgerState, Reward, Sampling, Segment, StepRecord, Version
+from rollmill.types import Grade, LedgerState, Sampling, Segment, StepRecord, Version
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
@@ -70,7 +70,7 @@ def played_elsewhere(world: World, name: str, oldest: int) -> Experience:
     """A group that another run has played."""
     own, world.ledger = world.ledger, Ledger(world.ledger._engine, "other")
     world.add_group(name, segments(2), [1.0, 0.0])
-    members = [Member(row.id, {}, Reward(0.0)) for row in world.ledger.entered(name)]
+    members = [Member(row.id, {}, Grade(0.0)) for row in world.ledger.entered(name)]
     world.ledger = own
     return Experience(name, "task", "other", members, oldest)
 
@@ -229,7 +229,7 @@ def test_same_weights_mean_no_mismatch(tmp_path: Path, temperature: float):
     model, current = world.version(0)
     members = [honest_segment(model, seed, temperature, current) for seed in range(2)]
     world.add_group("a", members, [1.0, 0.0])
-    world.trajectories.grade("a-0", Reward(1.0, {"solved": 0.0}))  # several rewards: the first one decides
+    world.trajectories.grade("a-0", Grade(1.0, {"solved": 0.0}))  # several rewards: the first one decides
     assert trainer.run(1) == Version("main", 1)
     (event,) = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"]
     assert event["mismatch_max"] < 1e-5 and event["mismatch_tokens"] == 5, "one trajectory of two is measured"

@@ -23,7 +23,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajectory, Version
+from rollmill.types import Grade, PolicyRef, Sampling, Segment, Span, Trajectory, Version
 from rollmill.weights.reading.weight_store import WeightStore
 from tests.trajectories.build import start_group
 
@@ -145,7 +145,7 @@ class World:
             self.trajectories.finish(
                 id, key, None, tokens=len(segment.tokens), sampled_tokens=int(segment.sampled.sum()), segments=1
             )
-            self.trajectories.grade(id, Reward(reward))
+            self.trajectories.grade(id, Grade(reward))
         self.ledger.group_ready(name)
         return ids
 

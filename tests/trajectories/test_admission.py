@@ -21,7 +21,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import GroupState, LedgerState, PolicyRef, Reward, Version
+from rollmill.types import Grade, GroupState, LedgerState, PolicyRef, Version
 from tests.trajectories import build
 from tests.trajectories.build import start_group
 from tests.trajectories.test_ledger import record, settle
@@ -38,8 +38,8 @@ def stored(store: TrajectoryStore, objects: Objects, group: str, oldest: int = 0
         objects.put(f"trajectories/{id}.zst", encode_trajectory(made))
         store.create("other/rl", group, "bug/7", [id], made.provenance)
         store.finish(id, f"trajectories/{id}.zst", None, **seal_facts(made))
-        store.grade(id, Reward(float(number), {"tests": float(number)}, {}, "tests"))
-        members.append(Member(id, copied_row(store.get(id), made), Reward(float(number))))
+        store.grade(id, Grade(float(number), {"tests": float(number)}, {}, "tests"))
+        members.append(Member(id, copied_row(store.get(id), made), Grade(float(number))))
     return Experience(group, "bug/7", "other/rl", members, oldest)
 
 

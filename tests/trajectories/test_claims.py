@@ -12,7 +12,7 @@ from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger, NewGroup
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.trajectories.build import start_group
 
 PACE = Pace(1000, 1, 0)
@@ -49,7 +49,7 @@ def test_a_group_is_taken_over_when_its_holder_has_no_lease(
     second.hold()  # its lease has expired at once
     assert start(ledger, 0, "dispatcher-2") == start(ledger, 1, "dispatcher-2") == 0
     store.finish("g-1-0", "p", None, tokens=1, sampled_tokens=1, segments=1)
-    store.grade("g-1-0", Reward(1.0))
+    store.grade("g-1-0", Grade(1.0))
     ledger.group_ready("g-1")
     assert second.renew() and second.left_s() < 0, "it is late, and nobody has taken anything"
     assert second.plays("g-0") and not second.plays("g-1")

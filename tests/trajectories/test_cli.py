@@ -28,7 +28,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward, Sampling, Span
+from rollmill.types import Grade, Sampling, Span
 from tests.trajectories import build
 from tests.trajectories.build import start_group
 
@@ -56,11 +56,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     solved.provenance["image"] = "python@sha256:0a1b"  # the index has the name alone: it is written before the machine
     objects.create("trajectories/0", encode_trajectory(solved))
     store.finish(ids[0], "trajectories/0", None, **seal_facts(solved))
-    store.grade(ids[0], Reward(1.0, {"tests": 0.75}, {"output": "3 passed"}, "hidden_tests"))
+    store.grade(ids[0], Grade(1.0, {"tests": 0.75}, {"output": "3 passed"}, "calls"))
     store.add_feedback(ids[0], "thumb", 1.0, {"by": "somebody"})
     store.fail(ids[1], "machine: no namespaces\nhint: run the doctor")
     store.finish(ids[2], "trajectories/lost", None, tokens=9, sampled_tokens=4, segments=1)
-    store.grade(ids[2], Reward(0.0))
+    store.grade(ids[2], Grade(0.0))
     store.create("demo", "", "heldout/1", ["eval-1"], {"split": "heldout"})
     return run
 
@@ -187,7 +187,7 @@ def test_show_prints_the_conversation(run: RunDirectory) -> None:
         "engine-0 (home)",
         "▶ edit\n    path: clamp.py\n    new: \n      if x:\n          return hi",
         "Done.",
-        "hidden_tests  tests 0.75",
+        "calls  tests 0.75",
         "output: 3 passed",
         "feedback  thumb 1",
     ):

@@ -27,7 +27,7 @@ from rollmill.training.pretraining.source import SourceContext
 from rollmill.training.pretraining.sources.conversations import Conversations, ConversationSettings
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward, TrafficClass
+from rollmill.types import Grade, TrafficClass
 from tests.trajectories import build
 
 PATH = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -67,7 +67,7 @@ def run(tmp_path: Path) -> RunDirectory:
         if id != "t4":
             objects.create(f"trajectories/{id}", encode_trajectory(made))
         store.finish(id, f"trajectories/{id}", None, **seal_facts(made))
-        store.grade(id, Reward(reward, {"tests": reward}, grader="tests"))
+        store.grade(id, Grade(reward, {"tests": reward}, grader="tests"))
     store.quarantine("t5", "a secret")
     store.create(run.id, "g", "e", ["t6"], {"split": "train"})
     return run
@@ -167,7 +167,7 @@ def test_what_nobody_may_train_on_is_left_out_unless_it_is_asked_for(run: RunDir
         made = build.trajectory(id, task_id="a/9", messages=MESSAGES)
         objects.create(f"trajectories/{id}", encode_trajectory(made))
         store.finish(id, f"trajectories/{id}", None, **seal_facts(made))
-        store.grade(id, Reward(1.0))
+        store.grade(id, Grade(1.0))
 
     def exported(*options: str) -> tuple[list[str], str]:
         out = tmp_path / f"{len(list(tmp_path.glob('*.jsonl')))}.jsonl"

@@ -12,16 +12,16 @@ from rollmill.trajectories.gradings import begin_grading, record_group
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import LedgerState, Reward, Version
+from rollmill.types import Grade, LedgerState, Version
 from tests.trajectories.test_ledger import assert_adds_up, record, settle, start
 
-SEVERAL = Reward(0.7, {"solved": 1.0, "tests": 1.0, "length": -0.3})  # solved, though the sum is below 1
-UNSOLVED = Reward(1.2, {"solved": 0.0, "tests": 0.0, "style": 1.2})
+SEVERAL = Grade(0.7, {"solved": 1.0, "tests": 1.0, "length": -0.3})  # solved, though the sum is below 1
+UNSOLVED = Grade(1.2, {"solved": 0.0, "tests": 0.0, "style": 1.2})
 
 
 def test_the_first_reward_decides_what_is_solved_also_in_listings(store: TrajectoryStore, ledger: Ledger) -> None:
     start(ledger, "a", size=3)
-    for number, reward in enumerate((SEVERAL, UNSOLVED, Reward(1.0))):
+    for number, reward in enumerate((SEVERAL, UNSOLVED, Grade(1.0))):
         store.finish(f"a-{number}", f"p/{number}", None, tokens=4, sampled_tokens=2, segments=1)
         store.grade(f"a-{number}", reward)
         assert store.get(f"a-{number}").solved is reward.solved
@@ -38,7 +38,7 @@ def test_a_group_gets_a_new_grading_whole(engine: sa.Engine, store: TrajectorySt
     with pytest.raises(TrajectoryChanged):
         record_group(engine, "run", "a", {"a-0": SEVERAL}, number)
     with pytest.raises(TrajectoryError):  # cannot be stored
-        record_group(engine, "run", "a", {"a-0": SEVERAL, "a-1": Reward(float("nan"))}, number)
+        record_group(engine, "run", "a", {"a-0": SEVERAL, "a-1": Grade(float("nan"))}, number)
     assert {row.grading for row in store.list(group_id="a")} == {None}
     record_group(engine, "run", "a", {"a-0": UNSOLVED, "a-1": SEVERAL}, number)
     rows = {row.id: row for row in store.list(group_id="a")}
@@ -55,7 +55,7 @@ def test_a_group_that_is_still_running_is_not_graded_again(
 ) -> None:
     start(ledger, "a")
     store.finish("a-0", "p/0", None, tokens=4, sampled_tokens=2, segments=1)
-    store.grade("a-0", Reward(1.0))
+    store.grade("a-0", Grade(1.0))
     with pytest.raises(TrajectoryChanged):
         record_group(engine, "run", "a", {"a-0": SEVERAL}, begin_grading(engine, "run", []))
 
@@ -81,7 +81,7 @@ def test_no_step_mixes_two_gradings(engine: sa.Engine, store: TrajectoryStore, l
     new = record(ledger, 1, "a").trajectories
     with pytest.raises(TrajectoryError, match="two gradings"):
         ledger.write_step(record(ledger, 1, "a", trajectories={"a-0": old["a-0"], "a-1": new["a-1"]}))
-    store.grade("a-0", Reward(0.0))  # one trajectory alone: the group's newest rewards are a mixture now
+    store.grade("a-0", Grade(0.0))  # one trajectory alone: the group's newest rewards are a mixture now
     graded, excluded = weigh_groups(ledger.members(["a"]), GroupBaseline(leave_one_out=False), lambda rows: False)
     assert not graded and {state for state, _ in excluded.values()} == {LedgerState.dropped}
     assert "graded again" in excluded["a-0"][1]

@@ -15,7 +15,7 @@ from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import GroupState, LedgerState, Reward, StepRecord, Version
+from rollmill.types import Grade, GroupState, LedgerState, StepRecord, Version
 from tests.trajectories.build import start_group
 
 DROPPED = (LedgerState.dropped, "failed: machine")
@@ -33,7 +33,7 @@ def start(ledger: Ledger, group: str, size: int = 2, bound: int = 100) -> bool:
 def settle(store: TrajectoryStore, ledger: Ledger, group: str) -> None:
     for row in ledger.members([group])[group]:
         store.finish(row.id, f"p/{row.id}", None, tokens=4, sampled_tokens=2, segments=1)
-        store.grade(row.id, Reward(float(row.id.endswith("0"))))
+        store.grade(row.id, Grade(float(row.id.endswith("0"))))
     ledger.group_ready(group)
 
 
@@ -238,7 +238,7 @@ def test_a_group_is_ready_when_all_of_it_is_settled(store: TrajectoryStore, ledg
     store.finish("a-1", "p", None, tokens=1, sampled_tokens=1, segments=1)
     with pytest.raises(TrajectoryError, match="a-1 is finished"):
         ledger.group_ready("a")
-    store.grade("a-1", Reward(1.0))
+    store.grade("a-1", Grade(1.0))
     for _ in range(2):
         ledger.group_ready("a")  # a failed rollout does not block its group
     assert [row.state for row in ledger.members(["a"])["a"]] == ["failed", "graded"]
@@ -322,7 +322,7 @@ def test_a_trajectory_deleted_in_flight_ends_only_itself(
     store.delete("a-1")
     for id in ("a-0b", "a-2"):
         store.finish(id, f"p/{id}", None, tokens=4, sampled_tokens=2, segments=1)
-        store.grade(id, Reward(1.0))
+        store.grade(id, Grade(1.0))
     ledger.group_ready("a")
     # the trainer has read the group; then another trajectory is deleted
     stale = record(ledger, 1, "a", excluded={"a-1": DROPPED})

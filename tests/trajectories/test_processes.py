@@ -21,7 +21,7 @@ from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import LedgerState, Reward, StepRecord, Version
+from rollmill.types import Grade, LedgerState, StepRecord, Version
 from tests.processes import SERVER
 from tests.trajectories.build import start_group
 
@@ -93,7 +93,7 @@ LIFE: dict[str, Callable[[TrajectoryStore, Ledger], object]] = {
     "start": lambda _, ledger: start_group(ledger, "g", "task", 2, pace=Pace(1, 1, 0), ids=["a", "b"]),
     "replace": lambda _, ledger: ledger.replace_lost("g", "b", "c", "engine gone"),
     "finish": lambda store, _: store.finish("a", "p/a", None, tokens=3, sampled_tokens=1, segments=1),
-    "grade": lambda store, _: store.grade("a", Reward(1.0)),
+    "grade": lambda store, _: store.grade("a", Grade(1.0)),
     "fail": lambda store, _: store.fail("c", "machine gone"),
     "ready": lambda _, ledger: ledger.group_ready("g"),
     "write_step": lambda _, ledger: ledger.write_step(_record(ledger)),

@@ -23,7 +23,7 @@ from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.ledger import Ledger, NewGroup, Untaken
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import LedgerState, Reward, StepRecord, Version
+from rollmill.types import Grade, LedgerState, StepRecord, Version
 from tests.rollouts.world import make_task
 
 PACE = Pace(100, 2, 0)
@@ -72,7 +72,7 @@ def play(engine: sa.Engine, store: TrajectoryStore, steps: int) -> Ledger:
         for group in named:
             for id in group.ids:
                 store.finish(id, f"p/{id}", None, tokens=2, sampled_tokens=1, segments=1)
-                pairs[id] = (store.grade(id, Reward(1.0)), 1.0, 0.5)
+                pairs[id] = (store.grade(id, Grade(1.0)), 1.0, 0.5)
             ledger.group_ready(group.id)
         ledger.write_step(StepRecord("run", number, "rl", tuple(group.id for group in named), pairs, {}, 0.0, 1e-6))
         ledger.commit_step(number, Version("rl", number), "digest")
@@ -174,7 +174,7 @@ def test_admission_asks_as_often_for_many_groups_as_for_few(engine: sa.Engine) -
     def members(group: str) -> list[Member]:
         ids = [f"{group}-{member}" for member in range(2)]
         rows = trajectory_rows("other", group, "task", ids, {}, "production")
-        return [Member(row["id"], {**row, "state": "finished", "payload_key": "p"}, Reward(1.0)) for row in rows]
+        return [Member(row["id"], {**row, "state": "finished", "payload_key": "p"}, Grade(1.0)) for row in rows]
 
     ledger, counted = Ledger(engine, "run"), []
     for count in (2, 16):

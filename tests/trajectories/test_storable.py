@@ -23,7 +23,7 @@ from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.trajectories.storable import DEEPEST_JSON, LONGEST_JSON
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import LedgerState, Reward, StepRecord
+from rollmill.types import Grade, LedgerState, StepRecord
 from tests.trajectories import build
 from tests.trajectories.build import start_group
 
@@ -61,7 +61,7 @@ def test_any_reward_is_stored_or_refused(
 ) -> None:
     id = finished(store)
     try:
-        store.grade(id, Reward(value, parts, evidence, grader))
+        store.grade(id, Grade(value, parts, evidence, grader))
     except TrajectoryError:
         assert store.get(id).state == "finished" and store.rewards([id]) == {id: []}
         store.fail(id, f"{parts!s:.50}{evidence!r:.50}")
@@ -133,7 +133,7 @@ def test_any_payload_that_is_sealed_can_be_read(messages: Any, provenance: Any) 
 def test_evidence_that_cannot_be_stored_is_refused(store: TrajectoryStore, evidence: Any) -> None:
     id = finished(store)
     with pytest.raises(TrajectoryError, match="evidence") as caught:
-        store.grade(id, Reward(1.0, evidence=evidence))
+        store.grade(id, Grade(1.0, evidence=evidence))
     assert "finite numbers" in str(caught.value.hint)
     with pytest.raises(TrajectoryError, match="feedback"):
         store.add_feedback(id, "thumb", 1.0, evidence)
@@ -142,7 +142,7 @@ def test_evidence_that_cannot_be_stored_is_refused(store: TrajectoryStore, evide
     circle: dict[str, Any] = {}
     circle["x"] = circle
     with pytest.raises(TrajectoryError, match="evidence"):
-        store.grade(id, Reward(1.0, evidence=circle))
+        store.grade(id, Grade(1.0, evidence=circle))
     assert store.rewards([id]) == {id: []} and store.get(id).state == "finished"
 
 
@@ -150,16 +150,16 @@ def test_evidence_that_cannot_be_stored_is_refused(store: TrajectoryStore, evide
 def test_a_reward_is_a_number_training_can_compute_with(store: TrajectoryStore, value: Any) -> None:
     id = finished(store)
     with pytest.raises(TrajectoryError, match=f"the reward of {id}"):
-        store.grade(id, Reward(value))
+        store.grade(id, Grade(value))
     with pytest.raises(TrajectoryError, match="parts"):
-        store.grade(id, Reward(1.0, {"tests": value}))
+        store.grade(id, Grade(1.0, {"tests": value}))
 
 
 def test_strange_output_of_agents_is_kept(store: TrajectoryStore) -> None:
     id = finished(store)
-    store.grade(id, Reward(1.0, {"a\0": 1}, {"output": "\x00 half \ud800", "deep": deep(DEEPEST_JSON - 2)}, "g\0"))
+    store.grade(id, Grade(1.0, {"a\0": 1}, {"output": "\x00 half \ud800", "deep": deep(DEEPEST_JSON - 2)}, "g\0"))
     [(_, stored)] = store.rewards([id])[id]
-    assert stored == Reward(
+    assert stored == Grade(
         1.0, {"a\0": 1.0}, {"output": "\x00 half \ud800", "deep": deep(DEEPEST_JSON - 2)}, "g\N{SYMBOL FOR NULL}"
     )
 
@@ -170,7 +170,7 @@ def test_a_step_pins_finite_numbers(
 ) -> None:
     start_group(ledger, "g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
     store.finish("a", "key", None, tokens=1, sampled_tokens=1, segments=1)
-    reward = store.grade("a", Reward(1.0))
+    reward = store.grade("a", Grade(1.0))
     ledger.group_ready("g")
     with pytest.raises(TrajectoryError, match="advantage of a"):
         ledger.write_step(StepRecord("run", 1, "rl", ("g",), {"a": (reward, 1.0, advantage)}, {}, 0.0))

@@ -18,7 +18,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import TRAJECTORY_TRANSITIONS, Reward, StepRecord, TrajectoryState, Version
+from rollmill.types import TRAJECTORY_TRANSITIONS, Grade, StepRecord, TrajectoryState, Version
 from tests.trajectories import build
 from tests.trajectories.build import start_group
 
@@ -36,7 +36,7 @@ def bring_to(store: TrajectoryStore, id: str, state: TrajectoryState) -> None:
     if state in ("finished", "graded", "quarantined"):
         store.finish(id, "key", None, tokens=1, sampled_tokens=1, segments=1)
     if state in ("graded", "quarantined"):
-        store.grade(id, Reward(1.0))
+        store.grade(id, Grade(1.0))
     if state == "quarantined":
         store.quarantine(id, "odd")
     if state == "failed":
@@ -47,7 +47,7 @@ def bring_to(store: TrajectoryStore, id: str, state: TrajectoryState) -> None:
 
 MOVES = {
     TrajectoryState.finished: lambda store, id: store.finish(id, "other", None, tokens=1, sampled_tokens=1, segments=1),
-    TrajectoryState.graded: lambda store, id: store.grade(id, Reward(0.5)),
+    TrajectoryState.graded: lambda store, id: store.grade(id, Grade(0.5)),
     TrajectoryState.failed: lambda store, id: store.fail(id, "again"),
     TrajectoryState.quarantined: lambda store, id: store.quarantine(id, "again"),
     TrajectoryState.deleted: lambda store, id: store.delete(id),
@@ -77,12 +77,12 @@ def test_a_trajectory_from_creation_to_grade(store: TrajectoryStore, objects: Ob
         "train", "bug", "bf16", "start,summary,sub_agent", "home",
     )  # fmt: skip
     assert row.created_at <= (row.finished_at or 0) <= time.time()
-    first = store.grade("a", Reward(0.0, {"tests": 0.0}, {"output": "\x00 half \ud800"}, "hidden"))
-    second = store.grade("a", Reward(1.0, {"tests": 1.0}, {}, "regrade"))
+    first = store.grade("a", Grade(0.0, {"tests": 0.0}, {"output": "\x00 half \ud800"}, "hidden"))
+    second = store.grade("a", Grade(1.0, {"tests": 1.0}, {}, "regrade"))
     assert first < second and store.get("a").reward == 1.0 and store.get("a").reward_id == second
     loaded = store.load("a")
     assert loaded.state == "graded" and [id for id, _ in loaded.rewards] == [first, second]
-    assert loaded.rewards[0][1] == Reward(0.0, {"tests": 0.0}, {"output": "\x00 half \ud800"}, "hidden")
+    assert loaded.rewards[0][1] == Grade(0.0, {"tests": 0.0}, {"output": "\x00 half \ud800"}, "hidden")
     assert loaded.segments[1].parent == ("s0", 5)
 
 
@@ -91,7 +91,7 @@ def test_repeated_writes_are_no_error(store: TrajectoryStore, objects: Objects) 
         store.create("run", "g", "task", ["a"], PROVENANCE)
     seal(store, objects, "a")
     store.finish("a", "trajectories/a", None, tokens=20, sampled_tokens=11, segments=3)
-    store.grade("a", Reward(1.0))
+    store.grade("a", Grade(1.0))
     store.finish("a", "trajectories/a", None, tokens=20, sampled_tokens=11, segments=3)
     assert store.get("a").state == "graded"
     with pytest.raises(TrajectoryError, match="cannot become finished"):
@@ -107,7 +107,7 @@ def test_missing_trajectories(store: TrajectoryStore) -> None:
         with pytest.raises(TrajectoryError, match="no trajectory 'nobody'"):
             call("nobody")
     with pytest.raises(TrajectoryError, match="no trajectory"):
-        store.grade("nobody", Reward(1.0))
+        store.grade("nobody", Grade(1.0))
     with pytest.raises(TrajectoryError, match="no trajectory"):
         store.add_feedback("nobody", "thumb", 1.0, {})
 
@@ -125,9 +125,9 @@ def test_reasons_may_hold_anything_an_agent_printed(store: TrajectoryStore) -> N
 def test_a_reward_is_a_number(store: TrajectoryStore, value: float) -> None:
     bring_to(store, "a", TrajectoryState.finished)
     with pytest.raises(TrajectoryError, match="reward of a"):
-        store.grade("a", Reward(value))
+        store.grade("a", Grade(value))
     with pytest.raises(TrajectoryError, match="not JSON"):
-        store.grade("a", Reward(1.0, evidence={"x": value}))
+        store.grade("a", Grade(1.0, evidence={"x": value}))
     assert store.rewards(["a"]) == {"a": []} and store.get("a").state == "finished"
 
 
@@ -148,7 +148,7 @@ def test_open_trajectories_of_an_interrupted_evaluation_fail(store: TrajectorySt
 def test_a_refused_grade_leaves_no_reward_behind(store: TrajectoryStore) -> None:
     bring_to(store, "a", TrajectoryState.running)
     with pytest.raises(TrajectoryError):
-        store.grade("a", Reward(1.0))
+        store.grade("a", Grade(1.0))
     assert store.rewards(["a"]) == {"a": []}
 
 
@@ -231,7 +231,7 @@ def test_sqlite_keeps_no_text_of_a_forgotten_user(tmp_path: Path, times: int) ->
 def test_a_leased_trajectory_is_not_deleted(store: TrajectoryStore, objects: Objects, ledger: Ledger) -> None:
     start_group(ledger, "g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
     seal(store, objects, "a")
-    reward = store.grade("a", Reward(1.0))
+    reward = store.grade("a", Grade(1.0))
     ledger.group_ready("g")
     ledger.write_step(StepRecord("run", 1, "rl", ("g",), {"a": (reward, 1.0, 0.5)}, {}, 0.0))
     with pytest.raises(TrajectoryError, match="leased to step 1"):

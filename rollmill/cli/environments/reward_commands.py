@@ -14,8 +14,7 @@ from rich.table import Table
 from rollmill.config import load_config
 from rollmill.environments.environment import build_grader, build_tasks
 from rollmill.environments.part_sections import RewardSection, RewardsFile
-from rollmill.environments.rewards.judge import Judge
-from rollmill.environments.rewards.judge_bias import Bias, measure_bias
+from rollmill.environments.rewards.judge import Bias, Judge, measure_bias
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 from rollmill.rollouts.hand_in import graded_episode, load_hand_in

@@ -17,7 +17,9 @@ from rich.table import Table
 
 from rollmill.cli.settings import Settings, read_settings
 from rollmill.environments.environment import build_grader
+from rollmill.environments.reward import Reward
 from rollmill.environments.task import Task, TaskSet
+from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 from rollmill.rollouts.check_task import TaskCheck, check_task
@@ -121,7 +123,7 @@ def check_tasks(
         asyncio.run(_check(config, chosen, repeat, show))
     except KeyboardInterrupt:
         stopped = True
-    unread: list[str] = [] if task_id is not None else list(getattr(tasks, "problems", ()))
+    unread: list[str] = [] if task_id is not None else list(tasks.problems)
     for problem in unread:
         typer.echo(f"left out: {_plain(problem)}", err=True)
     for weakness in [*_weaknesses(config), *_weak_tasks(checks)]:
@@ -175,9 +177,9 @@ def _weak_tasks(checks: list[TaskCheck]) -> list[str]:
 
 def _weaknesses(config: Settings) -> list[str]:
     """What each reward cannot protect, as it says itself."""
-    graders = [build(section) for section in config.rewards]
+    rewards: list[Reward] = [build(section) for section in config.rewards]
     unsaid = "it does not say (`cannot_protect`)"
-    return [f"reward {each.name} cannot protect: {getattr(each, 'cannot_protect', unsaid)}" for each in graders]
+    return [f"reward {each.name} cannot protect: {each.cannot_protect or unsaid}" for each in rewards]
 
 
 def _open(source: Path, *, quiet: bool = False) -> tuple[Settings, TaskSet]:
@@ -196,9 +198,8 @@ def _open(source: Path, *, quiet: bool = False) -> tuple[Settings, TaskSet]:
 
 def _every(tasks: TaskSet, split: str | None, count: int) -> list[Task]:
     """All tasks of a list; the first `count` per split of a generated task set."""
-    listed: dict[str, Task] | None = getattr(tasks, "tasks", None)
-    if isinstance(listed, dict):
-        return [task for task in listed.values() if split in (None, task.split)]
+    if isinstance(tasks, ListedTasks):
+        return [task for task in tasks.tasks.values() if split in (None, task.split)]
     found: dict[str, Any] = {}
     if split in (None, "train"):
         found |= {task.id: task for task in itertools.islice(tasks.train(0), count)}

@@ -12,7 +12,7 @@ from rollmill.environments.tasks import jsonl
 from rollmill.environments.tasks import task_directory as directory
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 
-_KINDS = (("calls", "calls"), ("script", "script"), ("pytest", "pytest_suite"))  # grading kind, module of rewards/
+_KINDS = ("calls", "script", "pytest")  # of grading, and modules of rewards/
 
 
 def task_files() -> Iterator[str]:
@@ -39,9 +39,9 @@ def task_files() -> Iterator[str]:
         "\n## Kinds of grading\n\n"
         "`grading.kind` names the reward that grades the task. The run lists the same kind first in `[[rewards]]`.\n"
     )
-    for kind, module_name in _KINDS:
+    for kind in _KINDS:
         yield f"### `{kind}`\n"
-        yield _fenced(import_module(f"rollmill.environments.rewards.{module_name}").__doc__)
+        yield _fenced(import_module(f"rollmill.environments.rewards.{kind}").__doc__)
 
 
 def _plain(default: object) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.trajectories.table_rows import FeedbackRow, LedgerEntry, TrajectoryRow
-from rollmill.types import CUT, Reward, Segment, Span, Trajectory
+from rollmill.types import CUT, Grade, Segment, Span, Trajectory
 
 STATES = {
     "running": "blue",
@@ -135,7 +135,7 @@ def print_tokens(console: Console, trajectory: Trajectory, tokenizer: Tokenizer)
 
 
 def print_grades(
-    console: Console, rewards: Sequence[tuple[int, Reward]], feedback: Sequence[FeedbackRow], longest: float
+    console: Console, rewards: Sequence[tuple[int, Grade]], feedback: Sequence[FeedbackRow], longest: float
 ) -> None:
     for reward_id, reward in rewards:
         parts = [f"{name} {value:g}" for name, value in reward.parts.items()]

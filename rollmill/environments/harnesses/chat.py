@@ -15,7 +15,7 @@ import itertools
 import re
 from typing import Any
 
-from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.summary import Messages
 from rollmill.environments.harnesses.turns import is_cut, start
@@ -31,7 +31,7 @@ class ChatConfig(ModelSettings):
     """One answer needs no more."""
 
 
-class ChatHarness:
+class ChatHarness(Harness):
     """One per dispatcher: all episodes share its connections."""
 
     name = "chat"

@@ -16,7 +16,7 @@ import aiohttp
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.harnesses.proxy import ModelProxy
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError, TaskError
@@ -57,7 +57,7 @@ class CommandConfig(Config):
     )
 
 
-class CommandHarness:
+class CommandHarness(Harness):
     """One per dispatcher: all episodes share its connections to the gateway."""
 
     name = "command"

@@ -34,7 +34,7 @@ from pydantic import Field
 
 from rollmill.backoff import Backoff
 from rollmill.config import Config
-from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.harnesses.model import RETRY_STATUS, sampling_fields
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ConfigError, HarnessError
@@ -71,11 +71,11 @@ class _State(StrictModel):
     note: str = ""
 
 
-class _Forgotten(Exception):
+class _UnknownEpisode(Exception):
     """The service does not know this episode."""
 
 
-class RemoteHarness:
+class RemoteHarness(Harness):
     """One per dispatcher: all episodes share its connections."""
 
     name = "remote"
@@ -131,7 +131,7 @@ class RemoteHarness:
                     if not _is_running(data):
                         return data
                     await asyncio.sleep(self.config.poll_s)
-            except _Forgotten:
+            except _UnknownEpisode:
                 continue
         raise HarnessError(f"{call.url}: the agent service forgets its episodes", hint="does it restart all the time?")
 
@@ -172,7 +172,7 @@ class _Call:
                     return data
                 self.problem = f"{self.url} answered {status}: {data[:300].decode('utf-8', 'replace')}"
                 if status == 404 and method == "GET":
-                    raise _Forgotten
+                    raise _UnknownEpisode
                 if status not in (*RETRY_STATUS, 500):
                     raise HarnessError(self.problem, hint="the agent service's log says why it refuses")
             except _UNREACHABLE as error:

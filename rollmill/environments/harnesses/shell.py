@@ -13,16 +13,11 @@ from typing import Any
 
 from pydantic import Field
 
-from rollmill.environments.harness import HarnessResult, Progress
-from rollmill.environments.harnesses import tools
-from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
-from rollmill.environments.harnesses.summary import Messages
-from rollmill.environments.harnesses.turns import run_turns, start
-from rollmill.environments.task import Task
+from rollmill.environments.harness import Progress
+from rollmill.environments.harnesses.tools import ERROR_ARGUMENTS, BadToolCall, Tool, cut
+from rollmill.environments.harnesses.turns import ToolHarness, ToolSettings
 from rollmill.machines.machine import Machine
-from rollmill.types import Sampling
 
-_TOOLS = {"bash": tools.Tool("bash", "Run a bash command in the work directory.", {"command": str})}
 _LONGEST_COMMAND = 100_000  # characters; the kernel allows 128 KiB per argument
 # the agent's own state, so it does not matter that the agent can change it
 _BASH = """
@@ -61,14 +56,7 @@ class _ShellProgress:
         await self._progress.reached({**state, "shell": kept})
 
 
-class ShellConfig(ModelSettings):
-    max_turns: int = Field(
-        default=30, ge=1, description="Most answers of the model in one episode. It is graded as it stands after that."
-    )
-    tool_timeout_s: float = Field(default=30.0, gt=0, description="Seconds one command may run before it is stopped.")
-    max_tool_output: int = Field(
-        default=10_000, ge=20, description="Most characters of one command's output that the model reads."
-    )
+class ShellConfig(ToolSettings):
     done_line: str = Field(
         "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
         min_length=1,
@@ -80,60 +68,29 @@ class ShellConfig(ModelSettings):
     )
 
 
-class ShellHarness:
-    """One per dispatcher: all episodes share its connections."""
-
+class ShellHarness(ToolHarness):
     name = "shell"
-    resumable = True
+    tools = (Tool("bash", "Run a bash command in the work directory.", {"command": str}),)
+    config: ShellConfig
 
     def __init__(self, config: ShellConfig | None = None) -> None:
-        self.config = config or ShellConfig()
-        self._model = ModelClient(deadline_s=self.config.request_deadline_s)
+        super().__init__(config or ShellConfig())
 
-    def opening(self, task: Task) -> tuple[Messages, list[dict[str, Any]]]:
-        return start(task, self.config.system_prompt), [tool.schema() for tool in _TOOLS.values()]
+    async def follow(self, progress: Progress, machine: Machine) -> Progress:
+        return await _ShellProgress.begin(progress, machine)
 
-    async def run(
-        self,
-        task: Task,
-        machine: Machine,
-        *,
-        base_url: str,
-        api_key: str,
-        sampling: Sampling,
-        progress: Progress | None = None,
-    ) -> HarnessResult:
-        schemas = [tool.schema() for tool in _TOOLS.values()]
-        asking = Asking(self._model, base_url, api_key, self.config, sampling, schemas)
-        return await run_turns(
-            asking,
-            lambda call: self._bash(machine, call),
-            await asking.contexts(start(task, self.config.system_prompt), self.config.max_tool_output),
-            max_turns=self.config.max_turns,
-            max_tool_output=self.config.max_tool_output,
-            progress=None if progress is None else await _ShellProgress.begin(progress, machine),
-        )
-
-    async def close(self) -> None:
-        await self._model.close()
-
-    async def _bash(self, machine: Machine, call: Any) -> str | None:
+    async def call(self, machine: Machine, name: str, arguments: dict[str, Any]) -> str | None:
         """Run one command. Returns what the model reads; None if it ends the episode."""
-        _, arguments = tools.parse_call(call, _TOOLS)
         command = arguments["command"].encode("utf-8", "replace").decode()
         if "\0" in command or len(command.encode()) > _LONGEST_COMMAND:
-            raise tools.BadToolCall(tools.ERROR_ARGUMENTS)
-        try:
-            result = await machine.exec(
-                bash(command),
-                timeout_s=self.config.tool_timeout_s * machine.capabilities.slowdown,
-                max_output=4 * self.config.max_tool_output,  # a character has at most 4 bytes
-            )
+            raise BadToolCall(ERROR_ARGUMENTS)
+        try:  # a character has at most 4 bytes
+            result = await self.exec(machine, bash(command), max_output=4 * self.config.max_tool_output)
         except OSError:
-            raise tools.BadToolCall(tools.ERROR_ARGUMENTS) from None
+            raise BadToolCall(ERROR_ARGUMENTS) from None
         text = result.output.decode("utf-8", "replace")
         if text.lstrip().split("\n", 1)[0].strip() == self.config.done_line:
             return None
         end = f"stopped: {result.stopped} limit" if result.stopped else f"exit code {result.exit_code}"
         # the end of the call stays readable when the output is cut
-        return f"{tools.cut(text, self.config.max_tool_output - len(end) - 1).rstrip()}\n{end}".lstrip()
+        return f"{cut(text, self.config.max_tool_output - len(end) - 1).rstrip()}\n{end}".lstrip()

@@ -1,4 +1,4 @@
-"""The loop of a harness with tools:
+"""ToolHarness: a model that calls tools in the machine, turn by turn.
 
 user prompt ─► answer ─► tool calls run in the machine ─► their results ─► answer ─► …
                                                  until done / no call / max_turns / an answer cut short
@@ -9,15 +9,84 @@ counts as a turn.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from rollmill.environments.harness import HarnessResult, Progress
-from rollmill.environments.harnesses import tools
-from rollmill.environments.harnesses.model import Asking
+from pydantic import Field
+
+from rollmill.environments.harness import Harness, HarnessResult, Progress
+from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.summary import Contexts, Messages
+from rollmill.environments.harnesses.tools import BadToolCall, Tool, cut, parse_call
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
+from rollmill.machines.machine import ExecResult, Machine
+from rollmill.types import Sampling
+
+
+class ToolSettings(ModelSettings):
+    max_turns: int = Field(
+        50, ge=1, description="Most answers of the model in one episode. It is graded as it stands after that."
+    )
+    tool_timeout_s: float = Field(120.0, gt=0, description="Seconds one tool call may run before it is stopped.")
+    max_tool_output: int = Field(
+        10_000, ge=20, description="Most characters of one tool result that the model reads; the middle is cut."
+    )
+
+
+class ToolHarness(Harness):
+    """Base class: a harness names its `tools`, and runs a call. One per dispatcher: all episodes share its
+    connections to the model."""
+
+    resumable = True
+    tools: ClassVar[Sequence[Tool]]
+
+    def __init__(self, config: ToolSettings) -> None:
+        self.config = config
+        self._model = ModelClient(deadline_s=config.request_deadline_s)
+
+    @abstractmethod
+    async def call(self, machine: Machine, name: str, arguments: dict[str, Any]) -> str | None:
+        """Run a tool with checked arguments. The text for the model, or None if the episode is done. BadToolCall: the
+        model erred."""
+
+    async def follow(self, progress: Progress, machine: Machine) -> Progress:
+        """Called when an episode begins or goes on: a harness with more state than its messages keeps it here."""
+        return progress
+
+    def opening(self, task: Task) -> tuple[Messages, list[dict[str, Any]]]:
+        return start(task, self.config.system_prompt), [tool.schema() for tool in self.tools]
+
+    async def run(
+        self,
+        task: Task,
+        machine: Machine,
+        *,
+        base_url: str,
+        api_key: str,
+        sampling: Sampling,
+        progress: Progress | None = None,
+    ) -> HarnessResult:
+        first, schemas = self.opening(task)
+        asking = Asking(self._model, base_url, api_key, self.config, sampling, schemas)
+        by_name = {tool.name: tool for tool in self.tools}
+        return await run_turns(
+            asking,
+            lambda call: self.call(machine, *parse_call(call, by_name)),
+            await asking.contexts(first, self.config.max_tool_output),
+            max_turns=self.config.max_turns,
+            max_tool_output=self.config.max_tool_output,
+            progress=None if progress is None else await self.follow(progress, machine),
+        )
+
+    async def exec(self, machine: Machine, argv: Sequence[str], *, max_output: int = 1 << 16) -> ExecResult:
+        """Run a command within the time of a tool call."""
+        limit_s = self.config.tool_timeout_s * machine.capabilities.slowdown
+        return await machine.exec(argv, timeout_s=limit_s, max_output=max_output)
+
+    async def close(self) -> None:
+        await self._model.close()
 
 
 def start(task: Task, system_prompt: str) -> Messages:
@@ -53,12 +122,12 @@ async def run_turns(
             tool_calls += 1
             try:
                 text = await call_tool(call)
-            except tools.BadToolCall as bad:
+            except BadToolCall as bad:
                 bad_tool_calls += 1
                 text = bad.text
             if text is None:
                 return HarnessResult("done", turn, tool_calls, bad_tool_calls)
-            text = tools.cut(text, max_tool_output)
+            text = cut(text, max_tool_output)
             contexts.add({"role": "tool", "tool_call_id": _call_id(call), "content": text})
         contexts.check(choice)
         if progress is not None:

@@ -20,8 +20,9 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards import transcript
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 _OPEN_BOX = re.compile(r"^\s*[-*] \[ \] ", re.MULTILINE)
 _FINISHED = frozenset({"completed", "complete", "done", "finished", "cancelled", "canceled"})
@@ -39,14 +40,14 @@ class BehaviourConfig(Config):
     )
 
 
-class Behaviour:
+class Behaviour(Reward):
     name = "behaviour"
     cannot_protect = "Simple rules: a model can learn to avoid what they count without behaving better."
 
     def __init__(self, config: BehaviourConfig | None = None) -> None:
         self.config = config or BehaviourConfig()
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         config, result = self.config, episode.result
         answers = transcript.answers(episode)
         calls = list(transcript.parsed_calls(episode))
@@ -63,7 +64,7 @@ class Behaviour:
             + config.todos_weight * counts["todos"]
         )
         parts = {name: float(count) for name, count in counts.items()}
-        return Reward(0.0 - min(cost, config.limit), parts, {"last_answer": last[-_MAX_TEXT:]}, self.name)
+        return Grade(0.0 - min(cost, config.limit), parts, {"last_answer": last[-_MAX_TEXT:]}, self.name)
 
     def _unfinished(self, calls: list[tuple[str, dict[str, Any] | None]]) -> int:
         written = [arguments for name, arguments in calls if name in self.config.todo_tools and arguments is not None]

@@ -23,11 +23,12 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.clean import DoesNotFit, check_image, clean_machine, declared
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
 from rollmill.machines.machine import ExecResult
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 _MAX_TEXT = 500  # characters of one value in the evidence
 _MAX_OUTPUT = 1000  # characters of what the submitted code printed
@@ -74,32 +75,32 @@ for index, arguments in enumerate(work["inputs"]):
 """
 
 
-class HiddenTestsConfig(Config):
+class CallsConfig(Config):
     timeout_s: float = Field(5.0, gt=0, description="Seconds that all hidden cases of one submission may take.")
     max_output: int = Field(1 << 18, ge=1, description="Most bytes of output that the grader reads.")
 
 
-class _Calls(NamedTuple):
+class _Grading(NamedTuple):
     module: str
     function: str
     inputs: list[list[Any]]
     expected: list[Any]
 
 
-class HiddenTests:
+class Calls(Reward):
     """Value 1 if every case is right, else 0; `parts["cases"]` is the fraction that is."""
 
-    name = "hidden_tests"
+    name = "calls"
     kind = "calls"
     cannot_protect = (
         "Submitted code runs in one process with the driver, and sees the inputs. It can answer them one by one, so "
         "use more cases than can be guessed or looked up."
     )
 
-    def __init__(self, config: HiddenTestsConfig | None = None) -> None:
-        self.config = config or HiddenTestsConfig()
+    def __init__(self, config: CallsConfig | None = None) -> None:
+        self.config = config or CallsConfig()
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         calls = _parse(episode.task)
         gone = calls.module in episode.task.paths and calls.module not in declared(episode)
         if gone or calls.module in episode.deleted:
@@ -122,7 +123,7 @@ class HiddenTests:
         evidence = {"exit_code": result.exit_code, "stopped": result.stopped, "output": printed[-_MAX_OUTPUT:]}
         return self._reward(calls, outcomes, evidence)
 
-    def _reward(self, calls: _Calls, outcomes: dict[int, Any], evidence: dict[str, Any]) -> Reward:
+    def _reward(self, calls: _Grading, outcomes: dict[int, Any], evidence: dict[str, Any]) -> Grade:
         right = 0
         for index, expected in enumerate(calls.expected):
             outcome = outcomes.get(index, {"error": "no result"})
@@ -132,7 +133,7 @@ class HiddenTests:
                 wrong = {"arguments": calls.inputs[index], "expected": expected, "outcome": outcome}
                 evidence["first_wrong"] = {name: _text(value) for name, value in wrong.items()}
         fraction = right / len(calls.expected)
-        return Reward(
+        return Grade(
             value=1.0 if right == len(calls.expected) else 0.0,
             parts={"cases": fraction},
             evidence=evidence,
@@ -160,14 +161,14 @@ def _text(value: Any) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text)} characters)"
 
 
-def _parse(task: Task) -> _Calls:
+def _parse(task: Task) -> _Grading:
     grading = task.grading
     try:
         if grading["kind"] != "calls":
             raise ValueError(f"kind {grading['kind']!r} is not 'calls'")
         # through JSON, as the results come: a tuple is a list on both sides
         cases = _loads(json.dumps(grading["cases"], allow_nan=False))
-        calls = _Calls(
+        calls = _Grading(
             module=str(grading["module"]),
             function=str(grading["function"]),
             inputs=[list(arguments) for arguments, _ in cases],
@@ -183,7 +184,7 @@ def _parse(task: Task) -> _Calls:
     return calls
 
 
-def _work(calls: _Calls, word: str) -> bytes:
+def _work(calls: _Grading, word: str) -> bytes:
     name = calls.module.removesuffix(".py").replace("/", ".")
     work = {"word": word, "path": f"/work/{calls.module}", "name": name, "function": calls.function}
     return json.dumps({**work, "inputs": calls.inputs}).encode()

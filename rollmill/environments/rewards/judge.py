@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import secrets
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pydantic import Field, model_validator
@@ -35,16 +37,19 @@ from rollmill.config import Config
 from rollmill.environments.episode import Episode
 from rollmill.environments.harnesses.model import ModelClient, RequestRefused
 from rollmill.environments.harnesses.tools import cut
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards import transcript
 from rollmill.environments.rewards.clean import declared
 from rollmill.errors import ConfigError, HarnessError, RewardUnavailable
 from rollmill.strict import StrictModel, parse_json
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 _MAX_REASON = 500  # characters of one reason in the evidence
 _TRIES = 4  # answers to one vote until there is no verdict
 _SHORTEST = 100  # characters: a judge whose context has no room for them cannot read its rubric
 _HARMLESS = "The agent wrote nothing."
+_FILLER = "This sentence is part of the record and says nothing about the work. "
+_AT_ONCE = 4  # episodes
 _JSON = re.compile(r"\{.*\}", re.DOTALL)
 _PROMPT = """You grade one dimension of an agent's work: {dimension}.
 
@@ -106,7 +111,7 @@ class _TooLong(Exception):
     """The text does not fit the judge's context."""
 
 
-class Judge:
+class Judge(Reward):
     name = "judge"
     cannot_protect = "The judge reads what the agent wrote, and an agent can learn to persuade it."
 
@@ -116,10 +121,10 @@ class Judge:
     def preflight(self) -> None:
         self._key()
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         return await self.score("\n\n".join([*transcript_read(episode), *files_read(episode)]))
 
-    async def score(self, text: str) -> Reward:
+    async def score(self, text: str) -> Grade:
         """What the judge says about a text."""
         config = self.config
         key = self._key()
@@ -144,7 +149,7 @@ class Judge:
             "characters": len(material),
             "votes": [{"score": each.score, "reason": each.reason[:_MAX_REASON]} for each in votes],
         }
-        return Reward(statistics.fmean(values), {"spread": statistics.pstdev(values)}, evidence, self.name)
+        return Grade(statistics.fmean(values), {"spread": statistics.pstdev(values)}, evidence, self.name)
 
     async def _votes_on(self, text: str, client: ModelClient, key: str) -> tuple[str, list[_Vote]]:
         """What the judge could read of a text, and its votes."""
@@ -268,3 +273,48 @@ def transcript_read(episode: Episode) -> list[str]:
 def files_read(episode: Episode) -> list[str]:
     """What the judge reads of the files that were handed in."""
     return [f"[file {path}]\n{data.decode('utf-8', 'replace')}" for path, data in declared(episode).items()]
+
+
+@dataclass(frozen=True)
+class Bias:
+    name: str
+    change: float  # of the value, in the mean over episodes
+    error: float  # standard error of the change; nan for one episode
+
+    @property
+    def clear(self) -> bool:
+        return abs(self.change) > 2 * self.error > 0 or (self.error == 0 and self.change != 0)
+
+
+async def measure_bias(judge: Judge, episodes: Sequence[Episode], filler: int = 2000) -> list[Bias]:
+    """The mean change of the judge's value when it is asked again about the same work, shown in another way:
+
+    again      the same text: how much the judge contradicts itself
+    position   the files before the transcript
+    length     sentences added that say nothing about the work, `filler` characters
+
+    A mean change that is several times its error is a bias: an agent can earn reward by it. RewardError if the judge
+    gives no verdict.
+    """
+    slots = asyncio.Semaphore(_AT_ONCE)
+    more = (_FILLER * (filler // len(_FILLER) + 1))[:filler]
+
+    async def one(episode: Episode) -> dict[str, float]:
+        said, files = transcript_read(episode), files_read(episode)
+        shown = {
+            "": "\n\n".join([*said, *files]),
+            "again": "\n\n".join([*said, *files]),
+            "position": "\n\n".join([*files, *said]),
+            "length": "\n\n".join([*said, *files, more]),
+        }
+        async with slots:
+            values = {name: (await judge.score(text)).value for name, text in shown.items()}
+        return {name: value - values[""] for name, value in values.items() if name}
+
+    changes = await asyncio.gather(*map(one, episodes))
+    return [_bias(name, [change[name] for change in changes]) for name in ("again", "position", "length")]
+
+
+def _bias(name: str, changes: list[float]) -> Bias:
+    error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan
+    return Bias(name, statistics.fmean(changes), error)

@@ -17,8 +17,9 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards import transcript
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 
 class LengthConfig(Config):
@@ -32,14 +33,14 @@ class LengthConfig(Config):
     scale: float = Field(1.0, ge=0, description="The value is -scale · C(x).")
 
 
-class Length:
+class Length(Reward):
     name = "length"
     cannot_protect = "It counts what was sampled, not what it was good for: an agent that gives up early costs little."
 
     def __init__(self, config: LengthConfig | None = None) -> None:
         self.config = config or LengthConfig()
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         config, result = self.config, episode.result
         answers = transcript.answers(episode)
         # a harness may report no turns, and a transcript may lack turns that were summarised: the larger count is right
@@ -48,7 +49,7 @@ class Length:
         x = config.tokens_weight * episode.tokens + config.tool_calls_weight * calls + config.turns_weight * turns
         cost = config.scale * concave(x, config.k, config.q)
         evidence = {"tokens": episode.tokens, "tool_calls": calls, "turns": turns, "x": x}
-        return Reward(0.0 - cost, evidence=evidence, grader=self.name)
+        return Grade(0.0 - cost, evidence=evidence, grader=self.name)
 
 
 def concave(x: float, k: float, q: float) -> float:

@@ -39,7 +39,8 @@ from pydantic import Field, FiniteFloat, TypeAdapter, field_validator, model_val
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan
+from rollmill.environments.reward import Reward
+from rollmill.environments.rewards.apart.levels import Isolation, Levels, Plan
 from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, check_program, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
@@ -50,7 +51,7 @@ from rollmill.errors import TaskError
 from rollmill.machines.machine import ExecResult, Machine
 from rollmill.strict import StrictModel, parse_json
 from rollmill.trajectories.storable import LARGEST_NUMBER
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 _MAX_REWARD = 1 << 16  # bytes of a reward file
 _MAX_PUT_OUT = 1 << 24  # bytes of one output
@@ -113,7 +114,7 @@ class _Python(_Grading):
         return test
 
 
-class Script:
+class Script(Reward):
     """Value 1 if the script says that the submission passes, else 0; or the number in the reward file."""
 
     name = "script"
@@ -126,14 +127,14 @@ class Script:
 
     def __init__(self, config: ScriptConfig | None = None) -> None:
         self.config = config or ScriptConfig()
-        self._judge = Judge()
+        self._levels = Levels()
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         task = episode.task
         grading = _parse(task)
         try:
             if isinstance(grading, _Python):
-                judged = await self._judge.judge(episode, self._plan(grading))
+                judged = await self._levels.judge(episode, self._plan(grading))
                 value, evidence = float(judged.verdicts.get(_TEST) == "passed"), judged.evidence
             else:
                 async with self._verifier(episode, grading) as machine:
@@ -142,16 +143,16 @@ class Script:
                         return await self._read_reward(machine, grading, result)
                     value, evidence = float(result.exit_code == 0 and result.stopped is None), evidence_of(result)
         except DoesNotFit as error:
-            return Reward(0.0, evidence={"unwritable": str(error)}, grader=self.name)
+            return Grade(0.0, evidence={"unwritable": str(error)}, grader=self.name)
         if missing := [path for path in task.paths if path not in episode.submission]:
             evidence["missing"] = missing[:20]
-        return Reward(value, evidence=evidence, grader=self.name)
+        return Grade(value, evidence=evidence, grader=self.name)
 
     async def weaknesses(self, episode: Episode) -> str:
         """What this reward cannot protect in a task; empty if it is no more than with any."""
         grading = _parse(episode.task)
         if isinstance(grading, _Python):
-            return await self._judge.weaknesses(episode, self._plan(grading))
+            return await self._levels.weaknesses(episode, self._plan(grading))
         if grading.outputs:
             return ""
         why = f"verdict {grading.verdict!r}: submitted code that the command imports or starts can decide it"
@@ -212,7 +213,7 @@ class Script:
         )
         return Plan(order, contents(grading.files), grading.isolation)
 
-    async def _read_reward(self, machine: Machine, grading: _RewardFile, result: ExecResult) -> Reward:
+    async def _read_reward(self, machine: Machine, grading: _RewardFile, result: ExecResult) -> Grade:
         """Untrusted: submitted code may have run here. What is no number that can be stored earns nothing."""
         evidence = evidence_of(result)
         for path in grading.reward_files:
@@ -221,12 +222,12 @@ class Script:
                 try:
                     numbers = _numbers(data)
                 except ValueError as error:
-                    return Reward(0.0, evidence={**evidence, "no_reward": f"{path}: {error}"[:500]}, grader=self.name)
+                    return Grade(0.0, evidence={**evidence, "no_reward": f"{path}: {error}"[:500]}, grader=self.name)
                 if isinstance(numbers, dict):
                     value = numbers.get("reward", sum(numbers.values()) / max(len(numbers), 1))
-                    return Reward(value, {name[:100]: number for name, number in numbers.items()}, evidence, self.name)
-                return Reward(numbers, evidence=evidence, grader=self.name)
-        return Reward(0.0, evidence={**evidence, "no_reward": "no reward file was written"}, grader=self.name)
+                    return Grade(value, {name[:100]: number for name, number in numbers.items()}, evidence, self.name)
+                return Grade(numbers, evidence=evidence, grader=self.name)
+        return Grade(0.0, evidence={**evidence, "no_reward": "no reward file was written"}, grader=self.name)
 
 
 def _runs_pytest(command: list[str], files: dict[str, bytes]) -> bool:

@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Grader, grade_episode, wants_final_state
+from rollmill.environments.reward import Reward, grade_episode
 from rollmill.environments.task import Task
-from rollmill.types import TURN, Reward
+from rollmill.types import TURN, Grade
 
 
-class WeightedRewards:
+class WeightedRewards(Reward):
     """The first reward decides whether an episode is solved: `parts["solved"]` is its value. A reward for one kind of
     grading stands aside for tasks of another kind, if a reward for that one is there."""
 
     name = "weighted"
 
-    def __init__(self, graders: Sequence[tuple[float, Grader]]) -> None:
+    def __init__(self, graders: Sequence[tuple[float, Reward]]) -> None:
         self._graders = graders
-        self.wants_final_state = any(wants_final_state(grader) for _, grader in graders)
+        self.wants_final_state = any(grader.wants_final_state for _, grader in graders)
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         graders = for_task(self._graders, episode.task)
         try:
             async with asyncio.TaskGroup() as running:
@@ -42,24 +42,23 @@ class WeightedRewards:
                 if part.startswith(TURN):  # what single turns earned adds up as the values do
                     turns[part] += weight * float(share)
             evidence[name] = dict(reward.evidence)
-        return Reward(value, {**parts, **turns}, evidence, "+".join(grader.name for _, grader in graders))
+        return Grade(value, {**parts, **turns}, evidence, "+".join(grader.name for _, grader in graders))
 
     async def weaknesses(self, episode: Episode) -> str:
         """What the rewards cannot protect in a task."""
         graders = [grader for _, grader in for_task(self._graders, episode.task)]
-        texts = [await grader.weaknesses(episode) for grader in graders if hasattr(grader, "weaknesses")]
+        texts = [await grader.weaknesses(episode) for grader in graders]
         return "; ".join(filter(None, texts))
 
 
-def for_task(graders: Sequence[tuple[float, Grader]], task: Task) -> list[tuple[float, Grader]]:
+def for_task(graders: Sequence[tuple[float, Reward]], task: Task) -> list[tuple[float, Reward]]:
     """The rewards for a task: those for the kind of its grading, and those for any kind."""
-    kinds = {kind for _, grader in graders if (kind := getattr(grader, "kind", None)) is not None}
     kind = task.grading.get("kind")
-    if kind not in kinds:
+    if kind is None or all(grader.kind != kind for _, grader in graders):
         return list(graders)
-    return [(weight, grader) for weight, grader in graders if getattr(grader, "kind", kind) == kind]
+    return [(weight, grader) for weight, grader in graders if grader.kind in (kind, None)]
 
 
-def add_up(graders: Sequence[tuple[float, Grader]]) -> Grader:
+def add_up(graders: Sequence[tuple[float, Reward]]) -> Reward:
     """One grader for several. A single one with weight 1 stays as it is."""
     return graders[0][1] if len(graders) == 1 and graders[0][0] == 1.0 else WeightedRewards(graders)

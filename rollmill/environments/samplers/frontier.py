@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.sampler import Draw, TaskResults
+from rollmill.environments.sampler import Draw, Sampler, TaskResults
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import ConfigError
 
@@ -45,7 +45,7 @@ class FrontierConfig(Config):
     )
 
 
-class Frontier:
+class Frontier(Sampler):
     name = "frontier"
 
     def __init__(self, config: FrontierConfig) -> None:
@@ -104,10 +104,10 @@ def _mean(weights: Collection[float], expected: float) -> float:
 
 def _train_ids(tasks: TaskSet) -> list[str]:
     """In an order that does not depend on files or memory."""
-    listed = getattr(tasks, "train_ids", None)
+    listed = tasks.train_ids()
     if listed is None:
         raise ConfigError(
-            f'[sampler] kind = "frontier" needs a finite task set, and {tasks.name!r} has no train_ids()',
+            f'[sampler] kind = "frontier" needs a finite task set, and {tasks.name!r} lists none',
             hint='add `train_ids(self) -> list[str]` to it, or use kind = "uniform"',
         )
-    return sorted(set(listed()))
+    return sorted(set(listed))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from rollmill.environments.sampler import Draw
+from rollmill.environments.sampler import Draw, Sampler
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import TaskError
 
 
-class Uniform:
+class Uniform(Sampler):
     name = "uniform"
 
     def __init__(self) -> None:

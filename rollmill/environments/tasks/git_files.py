@@ -63,7 +63,7 @@ def check_commit(repository: Path, commit: str) -> None:
 
 
 @dataclass(frozen=True)
-class Patched:
+class PatchResult:
     """What a patch makes of a commit."""
 
     files: dict[str, bytes]  # changed and new ones
@@ -72,7 +72,7 @@ class Patched:
     deleted: list[str]
 
 
-def apply_patch(repository: Path, commit: str, patch: str, field: str) -> Patched:
+def apply_patch(repository: Path, commit: str, patch: str, field: str) -> PatchResult:
     if _QUOTED.search(patch):
         raise TaskError(f"{field}: it has a quoted path", hint="paths with special characters are not supported")
     named = {*_TOUCHED.findall(patch), *_NAMED.findall(patch)}
@@ -87,7 +87,7 @@ def apply_patch(repository: Path, commit: str, patch: str, field: str) -> Patche
         _git(directory, "apply", "--whitespace=nowarn", "-", stdin=patch.encode(), what=f"{field} does not apply")
         after = _read_files(directory)
     changed = {path: file for path, file in after.items() if before.get(path) != file}
-    return Patched(
+    return PatchResult(
         files={path: data for path, (data, mode) in changed.items() if mode != _LINK},
         executable=[path for path, (_, mode) in changed.items() if mode == _PROGRAM],
         links={path: os.fsdecode(data) for path, (data, mode) in changed.items() if mode == _LINK},

@@ -119,7 +119,6 @@ def _read_harbor(folder: Path, images: Mapping[str, str]) -> Task:
     if (folder / "steps").is_dir():
         raise TaskError("steps/: tasks of several steps are not supported", hint="make a task of each step")
     docker = _environment(folder / "environment" / "Dockerfile", entry.environment)
-    start, image = _start(folder.name, docker, images)
     moved = {docker.workdir: WORK, **MOVED}
     tests = _script_of(folder / "tests", "test.sh", moved)
     solution = read_tree(folder / "solution")
@@ -131,15 +130,15 @@ def _read_harbor(folder: Path, images: Mapping[str, str]) -> Task:
         "timeout_s": entry.verifier.timeout_sec,
     }
     return _task(
-        folder.name,
-        _instruction((folder / "instruction.md").read_text(encoding="utf-8"), moved),
-        start,
-        image,
+        folder,
+        docker,
+        images,
         {**grading, "files": {**tests, f"{_LOGS}/verifier/README": "The reward is written here.\n"}},
-        {f"{_SOLUTION}/{path}": rewrite_bytes(data, moved) for path, data in solution.items()},
-        _solve(entry.solution.env, moved) if "solve.sh" in solution else [],
-        {name: str(entry.metadata[name]) for name in ("difficulty", "category") if name in entry.metadata},
-        entry.agent.timeout_sec,
+        instruction=_instruction((folder / "instruction.md").read_text(encoding="utf-8"), moved),
+        reference={f"{_SOLUTION}/{path}": rewrite_bytes(data, moved) for path, data in solution.items()},
+        reference_command=_solve(entry.solution.env, moved) if "solve.sh" in solution else [],
+        tags={name: str(entry.metadata[name]) for name in ("difficulty", "category") if name in entry.metadata},
+        timeout_s=entry.agent.timeout_sec,
     )
 
 
@@ -158,7 +157,6 @@ def _read_terminal_bench(folder: Path, images: Mapping[str, str]) -> Task:
         where = f"{TERMINAL_BENCH}: not valid YAML: {str(error)[:300]}"
         raise TaskError(where, hint="correct it") from None
     docker = _environment(folder / "Dockerfile", _Environment())
-    start, image = _start(folder.name, docker, images)
     moved = {docker.workdir: WORK, **MOVED}
     tests = _script_of(folder / "tests", None, moved)
     run_tests = rewrite((folder / "run-tests.sh").read_text(encoding="utf-8"), moved)
@@ -172,41 +170,29 @@ def _read_terminal_bench(folder: Path, images: Mapping[str, str]) -> Task:
     solution = {f"{_SOLUTION}/solution.sh": rewrite_bytes(script.read_bytes(), moved)} if script.is_file() else {}
     tags = {"difficulty": entry.difficulty, "category": entry.category}
     return _task(
-        folder.name,
-        _instruction(entry.instruction, moved),
-        start,
-        image,
+        folder,
+        docker,
+        images,
         grading,
-        solution,
-        ["bash", *solution] if solution else [],
-        {name: text for name, text in tags.items() if text},
-        entry.max_agent_timeout_sec,
+        instruction=_instruction(entry.instruction, moved),
+        reference=solution,
+        reference_command=["bash", *solution] if solution else [],
+        tags={name: text for name, text in tags.items() if text},
+        timeout_s=entry.max_agent_timeout_sec,
     )
 
 
-def _task(
-    name: str,
-    instruction: str,
-    files: Mapping[str, bytes],
-    image: str,
-    grading: dict[str, Any],
-    reference: Mapping[str, bytes],
-    command: list[str],
-    tags: Mapping[str, str],
-    timeout_s: float | None,
-) -> Task:
+def _task(folder: Path, docker: Dockerfile, images: Mapping[str, str], grading: dict[str, Any], **facts: Any) -> Task:
+    """The task of a folder. `facts`: its instruction, reference, reference_command, tags and timeout_s."""
+    files, image = _start(folder.name, docker, images)
     return Task(
-        id=name,
-        instruction=instruction,
-        family=tags.get("category", ""),
+        id=folder.name,
+        family=facts["tags"].get("category", ""),
         image=image,
         files=files,
         submission=WholeDiff(),
         grading={"kind": "script", **{key: value for key, value in grading.items() if value is not None}},
-        reference=reference,
-        reference_command=command,
-        tags=tags,
-        timeout_s=timeout_s,
+        **facts,
     )
 
 

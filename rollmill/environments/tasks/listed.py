@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
-from rollmill.environments.task import Task
+from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import TaskError
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ TRAIN = "train"
 _LOGGED = 10  # problems that are logged one by one
 
 
-class ListedTasks:
+class ListedTasks(TaskSet):
     """Tasks by id. `problems` are the tasks that could not be read: they are logged, and the others are used."""
 
     name = "tasks"

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from rollmill.config import Config, LocalPath
 from rollmill.environments.task import Task, WholeDiff
-from rollmill.environments.tasks.git_files import CommitFiles, Patched, apply_patch, check_commit, modes_of
+from rollmill.environments.tasks.git_files import CommitFiles, PatchResult, apply_patch, check_commit, modes_of
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
@@ -108,7 +108,7 @@ def _parse(config: SweBenchConfig, line: bytes) -> Parsed:
     return task, entry.split
 
 
-def _rest(patched: Patched) -> str:
+def _rest(patched: PatchResult) -> str:
     """Shell commands for what a patch does besides writing files."""
     commands = [["rm", "-f", "--", *patched.deleted]] if patched.deleted else []
     commands += [["chmod", "a+x", "--", *patched.executable]] if patched.executable else []

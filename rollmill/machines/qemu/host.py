@@ -40,7 +40,7 @@ _MEASUREMENTS, _LOOPS = 3, 2  # of the slowdown
 
 class QemuConfig(AgentMachineConfig):
     memory_mb: int = Field(
-        default=256, ge=192, description="Memory of one machine in MiB, for its kernel, processes and files together."
+        default=2048, ge=192, description="Memory of one machine in MiB, for its kernel, processes and files together."
     )
     accelerator: Accelerator | None = Field(
         None,

@@ -17,7 +17,7 @@ def refuse_moved(tree: dict[str, Any]) -> None:
     if isinstance(rollouts, dict) and "simulated_tool_seconds" in rollouts:
         raise ConfigError(
             "'simulated_tool_seconds' of [rollouts] was removed: tools take as long as they take",
-            hint="leave it out; `harness.kind` may be a class of yours that waits: SlowTools in benchmarks/async_speedup.py",
+            hint="leave it out; `harness.kind` may be a class that waits, as SlowTools in benchmarks/async_speedup.py",
         )
     if "trainer" in tree:
         raise ConfigError(

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,16 +27,15 @@ from rollmill.feedback.config import CycleConfig
 from rollmill.gateway.config import GatewayConfig, LendingConfig
 from rollmill.inference.config import EXACT_KV, EngineConfig
 from rollmill.inference.engine_sections import EngineSpec, EnginesSection, engine_specs
+from rollmill.kinds import KindSection, Slot
 from rollmill.machines.machine import MachineSection
 from rollmill.machines.pool import PoolConfig
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.models.counts import all_parameters
-from rollmill.rollouts.config import LONGEST_ANSWER, SHORTEST_ANSWER, DispatcherConfig, RolloutConfig
+from rollmill.rollouts.config import DispatcherConfig, RolloutConfig
 from rollmill.runs.configuration.autoscale_rule import BalanceConfig
-from rollmill.runs.configuration.cluster_section import ClusterSection
+from rollmill.runs.configuration.derived import model_of_checkpoint, shortened, with_absolute_paths
 from rollmill.runs.configuration.moved import refuse_moved
-from rollmill.runs.configuration.paths import with_absolute_paths
-from rollmill.runs.configuration.shape import model_of_checkpoint, shortened
 from rollmill.runs.saved import saved_config
 from rollmill.runs.sink import SinkSection
 from rollmill.training.config import lr_by_size
@@ -50,6 +49,16 @@ CYCLE = "cycle-"  # begins the names of the lines that real-time RL trains
 def numbered(role: str, count: int) -> list[str]:
     """The names of `count` processes of one role. The first has the name of the role."""
     return [role, *(f"{role}-{number}" for number in range(2, count + 1))]
+
+
+class ClusterSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "cluster",
+        "rollmill.launch.launcher:Cluster",
+        {"local": "rollmill.launch.launchers.local:Local", "ray": "rollmill.launch.launchers.ray:Ray"},
+        "rollmill.clusters",
+        default="local",
+    )
 
 
 class Start(Config):
@@ -204,12 +213,10 @@ class RunConfig(Config):
 
     @classmethod
     def derive(cls, tree: Any) -> Any:
-        """Fill in what follows from other settings: [model] from the checkpoint or the other run, and the length of an
-        answer from the context. run.json has all of [model]: then neither is read."""
-        return _with_answer_length(cls._with_model(tree)) if isinstance(tree, dict) else tree
-
-    @classmethod
-    def _with_model(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Fill in what follows from other settings: [model] from the checkpoint or the other run. run.json has all of
+        [model]: then neither is read."""
+        if not isinstance(tree, dict):
+            return tree
         refuse_moved(tree)
         tree = with_absolute_paths(find_parts(tree))
         given, start = tree.get("model", {}), tree.get("start")
@@ -395,13 +402,3 @@ class RunConfig(Config):
         if index == 0:
             return self.seed
         return int.from_bytes(hashlib.sha256(f"{self.seed} {stage.kind} {index}".encode()).digest()[:4])
-
-
-def _with_answer_length(tree: dict[str, Any]) -> dict[str, Any]:
-    """An answer may take a quarter of the context, unless the run says how long it may be."""
-    rollouts, model = tree.get("rollouts", {}), tree.get("model", {})
-    context = model.get("max_context") if isinstance(model, dict) else None
-    if not isinstance(rollouts, dict) or "max_answer_tokens" in rollouts or not isinstance(context, int):
-        return tree
-    longest = max(SHORTEST_ANSWER, min(LONGEST_ANSWER, context // 4))
-    return {**tree, "rollouts": {**rollouts, "max_answer_tokens": longest}}

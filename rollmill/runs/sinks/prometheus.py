@@ -25,7 +25,7 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.errors import ConfigError
-from rollmill.runs.sink import Scalar
+from rollmill.runs.sink import Scalar, Sink
 
 if TYPE_CHECKING:
     from rollmill.runs.run import RunDirectory
@@ -41,7 +41,7 @@ class PrometheusSettings(Config):
     port: int = Field(9464, ge=0, le=65535, description="Port to listen on. 0: any free one.")
 
 
-class Prometheus:
+class Prometheus(Sink):
     def __init__(self, config: PrometheusSettings) -> None:
         self._config = config
         self._lock = threading.Lock()

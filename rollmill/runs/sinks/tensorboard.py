@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.errors import ConfigError
-from rollmill.runs.sink import Scalar
+from rollmill.runs.sink import Scalar, Sink
 
 FOLDER = "tensorboard"  # in the run's directory
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     def __init__(self) -> None:
         self._writer: Any = None
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.errors import ConfigError
-from rollmill.runs.sink import Scalar
+from rollmill.runs.sink import Scalar, Sink
 
 
 class WandbSettings(Config):
@@ -24,7 +24,7 @@ class WandbSettings(Config):
     )
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     def __init__(self, config: WandbSettings) -> None:
         self._config = config
         self._run: Any = None

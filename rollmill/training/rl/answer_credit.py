@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollmill.training.rl.credit import Reach, Ways
-from rollmill.types import ANSWER, Reward, Segment, Span
+from rollmill.types import ANSWER, Grade, Segment, Span
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Answer:
         return self.spans[-1].end <= way.get(self.segment.id, 0)
 
 
-def answer_advantages(segments: Sequence[Segment], reward: Reward) -> list[np.ndarray]:
+def answer_advantages(segments: Sequence[Segment], reward: Grade) -> list[np.ndarray]:
     """float32 [T] for each segment; 0 where nothing is learnt."""
     ways, answers = Ways(segments), _answers_of(segments)
     said = {part.removeprefix(ANSWER): value for part, value in reward.parts.items() if part.startswith(ANSWER)}

@@ -25,14 +25,14 @@ import numpy as np
 from rollmill.chat.format import ChatFormat, Message
 from rollmill.training.batching import PackedSequence
 from rollmill.training.rl.turn_credit import turns_of
-from rollmill.types import Reward, Segment
+from rollmill.types import Grade, Segment
 
 _OPENING: Message = {"role": "user", "content": "Hello."}
 _MOST_TEXT = 4000  # characters of a hint
 _MOST_HINTS = 16  # of one reward
 
 
-def hints_of(reward: Reward) -> dict[int, str]:
+def hints_of(reward: Grade) -> dict[int, str]:
     """Turn → hint. Where several rewards add up, the evidence of each has a name. Evidence may hold anything."""
     found: dict[int, str] = {}
     for evidence in (reward.evidence, *reward.evidence.values()):
@@ -78,7 +78,7 @@ class HintedTurns:
     refused: int = 0  # hints that could not be written into a context
 
     def mark(
-        self, segments: Sequence[Segment], sequences: Sequence[PackedSequence | None], reward: Reward
+        self, segments: Sequence[Segment], sequences: Sequence[PackedSequence | None], reward: Grade
     ) -> list[PackedSequence | None]:
         """The sequences of a trajectory's segments, with the places of the tokens that a teacher will see."""
         marked, hints = list(sequences), hints_of(reward)

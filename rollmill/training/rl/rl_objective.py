@@ -54,7 +54,7 @@ from rollmill.trajectories.ledger import GroupRow, Ledger, Untaken
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import GroupState, Reward, Segment, StepRecord, TrajectoryState, Version
+from rollmill.types import Grade, GroupState, Segment, StepRecord, TrajectoryState, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.weight_store import WeightStore
 
@@ -294,14 +294,14 @@ class RLObjective:
             hints_refused=hints.refused if hints is not None else 0,
         )
 
-    def _grades(self, entries: Mapping[str, tuple[int, float, float]], contents: Contents) -> dict[str, Reward]:
+    def _grades(self, entries: Mapping[str, tuple[int, float, float]], contents: Contents) -> dict[str, Grade]:
         """The rewards that a step pins, if more than their values is needed. `entries` are as in its record."""
         if self._config.credit not in ("turns", "answers") and not self._config.hint_factor:
             return {}
         pinned = {id: reward_id for id, (reward_id, _, _) in entries.items()}
         return self._other.grades({id: each for id, each in pinned.items() if not isinstance(contents[id], str)})
 
-    def _by_answer(self, grades: Mapping[str, Reward], contents: Contents) -> dict[str, list[np.ndarray]]:
+    def _by_answer(self, grades: Mapping[str, Grade], contents: Contents) -> dict[str, list[np.ndarray]]:
         """Advantages of the tokens of each segment, if each answer has its own."""
         if self._config.credit != "answers":
             return {}
@@ -309,7 +309,7 @@ class RLObjective:
         return {id: answer_advantages(content, grades[id]) for id, content in readable}
 
     def _by_turn(
-        self, record: StepRecord, grades: Mapping[str, Reward], contents: Contents
+        self, record: StepRecord, grades: Mapping[str, Grade], contents: Contents
     ) -> dict[str, list[np.ndarray]]:
         """Advantages of the tokens of each segment, if each turn has its own. They follow from what the record pins."""
         if self._config.credit != "turns":

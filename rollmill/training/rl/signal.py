@@ -20,7 +20,7 @@ from rollmill.training.rl.selection import read_segments, segment_sequences
 from rollmill.training.rl.turn_credit import group_token_advantages
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import TURN, Reward, Segment
+from rollmill.types import TURN, Grade, Segment
 
 
 class OtherSignal:
@@ -52,16 +52,16 @@ class OtherSignal:
         known = [(each, grades[id]) for id, each in contents.items() if not isinstance(each, str)]
         return (by_turn and self._turns_differ(known)) or any(self._can_hint(*each, rule) for each in known)
 
-    def grades(self, pinned: Mapping[str, int]) -> dict[str, Reward]:
+    def grades(self, pinned: Mapping[str, int]) -> dict[str, Grade]:
         """The rewards with these ids, by trajectory."""
         found = self._trajectories.rewards(list(pinned))
         return {id: dict(found[id])[reward_id] for id, reward_id in pinned.items()}
 
-    def _turns_differ(self, known: Sequence[tuple[Sequence[Segment], Reward]]) -> bool:
+    def _turns_differ(self, known: Sequence[tuple[Sequence[Segment], Grade]]) -> bool:
         advantages = group_token_advantages(known) if len(known) > 1 else []
         return any(bool((abs(tokens) > 1e-9).any()) for segments in advantages for tokens in segments)
 
-    def _can_hint(self, segments: Sequence[Segment], grade: Reward, rule: TokenRule) -> bool:
+    def _can_hint(self, segments: Sequence[Segment], grade: Grade, rule: TokenRule) -> bool:
         hints = self.hints()
         if hints is None or not hints_of(grade):
             return False

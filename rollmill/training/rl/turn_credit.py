@@ -28,10 +28,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmill.training.rl.credit import credit_of
-from rollmill.types import TURN, Reward, Segment
+from rollmill.types import TURN, Grade, Segment
 
 
-def turn_returns(reward: Reward, turns: int) -> np.ndarray:
+def turn_returns(reward: Grade, turns: int) -> np.ndarray:
     """float64 [turns]: what was earned from each turn on."""
     earned_t = np.array([float(reward.parts.get(f"{TURN}{turn}", 0.0)) for turn in range(turns)], np.float64)
     return reward.value - (np.cumsum(earned_t) - earned_t)
@@ -51,7 +51,7 @@ def turn_advantages(returns_G: Sequence[np.ndarray]) -> list[np.ndarray]:
     return found
 
 
-def group_token_advantages(group: Sequence[tuple[Sequence[Segment], Reward]]) -> list[list[np.ndarray]]:
+def group_token_advantages(group: Sequence[tuple[Sequence[Segment], Grade]]) -> list[list[np.ndarray]]:
     """For each trajectory of a group, for each of its segments: float32 [T], 0 where no turn is."""
     turns_G = [turns_of(segments) for segments, _ in group]
     returns_G = [turn_returns(reward, len(turns)) for (_, reward), turns in zip(group, turns_G, strict=True)]

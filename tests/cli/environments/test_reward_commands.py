@@ -21,7 +21,7 @@ from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.tables import trajectories
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.cli.conftest import Told
 from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401
 from tests.trajectories import build
@@ -36,8 +36,8 @@ TASK = {
 ANSWERS = {"right": "def f(x):\n    return x + 1\n", "half": "def f(x):\n    return 2\n"}
 MESSAGES = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "Is that right?"}]
 OWN = """
-from rollmill import Reward
-class Seen:
+from rollmill import Grade, Reward
+class Seen(Reward):
     name = "seen"
     async def grade(self, episode):
         result = episode.result
@@ -45,7 +45,7 @@ class Seen:
         assert episode.messages[-1]["content"] == "Is that right?"
         if b"return 2" in episode.submission["main.py"] and episode.task.id == FAILING:
             raise ValueError("no verdict")
-        return Reward(0.25)
+        return Grade(0.25)
 FAILING = "none"
 """
 
@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> RunDirectory:
             result = HarnessResult("answer", turns=3, tool_calls=0)
             key = store_hand_in(objects, id, HandIn(files={"main.py": answer.encode()}, result=result, seconds=4.5))
             store.finish(id, f"trajectories/{id}", key, **seal_facts(trajectory))
-            store.grade(id, Reward(0.0, grader="broken"))
+            store.grade(id, Grade(0.0, grader="broken"))
     return run
 
 
@@ -158,7 +158,7 @@ def test_stages_and_evaluations_of_the_run_are_graded_too_but_no_other_run(
         objects.create(f"trajectories/{id}", encode_trajectory(trajectory))
         given = store_hand_in(objects, id, HandIn(files={"main.py": ANSWERS["right"].encode()}))
         store.finish(id, f"trajectories/{id}", given, **seal_facts(trajectory))
-        store.grade(id, Reward(0.0))
+        store.grade(id, Grade(0.0))
     told = rollmill("rewards", "replay", run.path, "--split", "heldout")
     assert told.code == 0 and "2 trajectories in 2 of 2 groups, 2 with another reward" in told.out, told
     graded = {id for id, values in rewards_of(run).items() if values == [0.0, 1.0]}

@@ -92,7 +92,7 @@ def test_one_episode_is_played_and_shown(rollmill: Command, model: Model, run_to
     assert "task train/0" in told.out and "fix main.py" in told.out
     assert "return x + 7" in told.out and "handed in: main.py" in told.out
     assert "ended: done after 3 turns, 3 tool calls · 15 tokens" in told.out
-    assert "reward #1  1" in told.out and "hidden_tests" in told.out
+    assert "reward #1  1" in told.out and "calls" in told.out
     assert model.keys == {"Bearer secret"} and {body["model"] for body in model.requests} == {"big"}
 
 
@@ -138,14 +138,15 @@ def test_an_endpoint_that_does_not_let_us_in_is_told_before_an_episode_begins(
 
 @pytest.mark.parametrize(
     ("act", "told"),
-    [("raise ValueError('no licence')", "ValueError: no licence"), ("return 1.0", "float, not a Reward")],
+    [("raise ValueError('no licence')", "ValueError: no licence"), ("return 1.0", "float, not a Grade")],
 )
 def test_a_reward_of_the_user_that_fails_or_returns_nonsense(
     rollmill: Command, model: Model, run_toml: Path, monkeypatch: pytest.MonkeyPatch, act: str, told: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "own_reward", raising=False)
-    source = f"class Own:\n    name = 'own'\n    async def grade(self, episode):\n        {act}\n"
+    head = "from rollmill import Reward\nclass Own(Reward):\n"
+    source = f"{head}    name = 'own'\n    async def grade(self, episode):\n        {act}\n"
     run_toml.with_name("own_reward.py").write_text(source)
     run_toml.write_text(f"{run_toml.read_text()}\n[[rewards]]\nkind = 'own_reward:Own'\n")
     output = rollmill("rollout", run_toml, "--task", "train/0", "--model", model.url)

@@ -97,11 +97,11 @@ def test_check_shows_each_result_as_it_comes_and_keeps_them_at_an_interrupt(sour
 def test_a_verdict_that_changes_and_a_reward_that_raises(rollmill: Callable[..., Told], source: Path) -> None:
     write(source, entry("a"))
     source.with_name("own_verdicts.py").write_text(
-        "from rollmill import Reward\n"
-        "class Fickle:\n    name = 'fickle'\n    count = 0\n    async def grade(self, episode):\n"
-        "        Fickle.count += 1\n        return Reward(1.0 if Fickle.count == 1 else 0.5)\n"
-        "class Raises:\n    name = 'raises'\n    async def grade(self, episode):\n        raise KeyError('x')\n"
-        "class Nonsense:\n    name = 'nonsense'\n    async def grade(self, episode):\n        return 3\n"
+        "from rollmill import Grade, Reward\n"
+        "class Fickle(Reward):\n    name = 'fickle'\n    count = 0\n    async def grade(self, episode):\n"
+        "        Fickle.count += 1\n        return Grade(1.0 if Fickle.count == 1 else 0.5)\n"
+        "class Raises(Reward):\n    name = 'raises'\n    async def grade(self, episode):\n        raise KeyError('x')\n"
+        "class Nonsense(Reward):\n    name = 'nonsense'\n    async def grade(self, episode):\n        return 3\n"
     )
     text = source.read_text()
     for name, problem in (("Fickle", "changes: 1, 0.5"), ("Raises", "KeyError: 'x'"), ("Nonsense", "returned int")):

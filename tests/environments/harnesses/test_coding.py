@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
+from rollmill.demo.coding import CodingConfig, CodingHarness
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
 from rollmill.machines.images.image import BUILT_IN
@@ -93,7 +93,7 @@ async def make_harness() -> AsyncIterator[Callable[..., CodingHarness]]:
     made: list[CodingHarness] = []
 
     def make(**settings: Any) -> CodingHarness:
-        made.append(CodingHarness(HarnessConfig(**settings)))
+        made.append(CodingHarness(CodingConfig(**settings)))
         return made[-1]
 
     yield make

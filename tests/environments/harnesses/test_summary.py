@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from rollmill.demo.coding import CodingConfig, CodingHarness
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
-from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
 from rollmill.environments.harnesses.shell import ShellConfig, ShellHarness
 from rollmill.environments.harnesses.summary import SummaryConfig, derived_threshold, resumed
 from rollmill.environments.task import Task
@@ -116,10 +116,10 @@ async def test_a_result_that_fills_the_window_is_cut(model: CountingModel, machi
         says(text("it is long"), 90),
         says(call("done"), 20),
     ]
-    assert (await play(CodingHarness(HarnessConfig(summaries=SHORT)), model, machine)).stop == "done"
+    assert (await play(CodingHarness(CodingConfig(summaries=SHORT)), model, machine)).stop == "done"
     assert [len(request["messages"]) for request in model.requests] == [1, 4, 4, 1]
     assert model.asked[1:] == ["sum up", "sum up", "do it [1] it is long"]
-    harness = CodingHarness(HarnessConfig(summaries=SHORT.model_copy(update={"at": 1000})))  # more than there is
+    harness = CodingHarness(CodingConfig(summaries=SHORT.model_copy(update={"at": 1000})))  # more than there is
     model.requests.clear()
     model.answers = [
         says(call("read", path="long.txt"), 20),
@@ -151,7 +151,7 @@ async def test_a_result_that_fills_the_window_is_cut(model: CountingModel, machi
 async def test_what_summaries_cannot_help(model: CountingModel, machine: NamespaceMachine, answers: list[Any]) -> None:
     model.answers = list(answers)
     assert (
-        await play(CodingHarness(HarnessConfig(max_tool_output=2000, summaries=SHORT)), model, machine)
+        await play(CodingHarness(CodingConfig(max_tool_output=2000, summaries=SHORT)), model, machine)
     ).stop == "length"
     assert model.answers == []
 
@@ -161,10 +161,10 @@ async def test_the_threshold_follows_the_window(model: CountingModel, machine: N
     """A server that does not tell its window: then only a full context is summarised, or what `at` says."""
     model.window = window
     model.answers = [says(call("list"), 90), says(text("end"), 95), says(call("done"), 20)]
-    result = await play(CodingHarness(HarnessConfig(max_tool_output=2000, summaries=SHORT)), model, machine)
+    result = await play(CodingHarness(CodingConfig(max_tool_output=2000, summaries=SHORT)), model, machine)
     assert model.asked[1] == ("sum up" if window == 100 else "no files"), result
     model.answers = [says(call("list"), 90), says(text("end"), 95), says(call("done"), 20)]
-    harness = CodingHarness(HarnessConfig(summaries=SHORT.model_copy(update={"at": 90})))
+    harness = CodingHarness(CodingConfig(summaries=SHORT.model_copy(update={"at": 90})))
     assert (await play(harness, model, machine)).stop == "done" and model.asked[-1] == "do it [1] end"
     assert [derived_threshold(*each) for each in ((8192, 1024, 3000), (100, 40, 60), (None, 1, 1))] == [5144, 25, None]
 
@@ -172,10 +172,10 @@ async def test_the_threshold_follows_the_window(model: CountingModel, machine: N
 async def test_most_summaries_and_turns_bound_an_episode(model: CountingModel, machine: NamespaceMachine) -> None:
     settings = SHORT.model_copy(update={"at": 1, "most": 1})
     model.answers = [says(call("list"), 50), says(text("a"), 60), says(call("list"), 50), says(call("done"), 60)]
-    result = await play(CodingHarness(HarnessConfig(summaries=settings)), model, machine)
+    result = await play(CodingHarness(CodingConfig(summaries=settings)), model, machine)
     assert (result.stop, result.turns) == ("done", 4) and model.asked[-1] == "no files"
     model.answers = [says(call("list"), 50), says(text("a"), 60), says(call("list"), 50)]
-    harness = CodingHarness(HarnessConfig(summaries=SHORT.model_copy(update={"at": 1}), max_turns=3))
+    harness = CodingHarness(CodingConfig(summaries=SHORT.model_copy(update={"at": 1}), max_turns=3))
     assert (await play(harness, model, machine)).stop == "max_turns"
 
 

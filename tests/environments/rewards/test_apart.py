@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.pytest_suite import Suite, SuiteConfig
+from rollmill.environments.rewards.pytest import Pytest, PytestConfig
 from rollmill.environments.rewards.script import Script
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.machines.namespace.client import NamespaceHost
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -112,8 +112,8 @@ def make_task(image: str, tests: str, names: list[str], **more: Any) -> Task:
     return Task("t", "fix", image=image, submission=WholeDiff(), grading={**grading, **extra}, **more)
 
 
-async def grade(host: NamespaceHost, task: Task, files: dict[str, bytes], suite: Suite | None = None) -> Reward:
-    return await (suite or Suite(SuiteConfig(test_timeout_s=3.0))).grade(Episode(task, files, host))
+async def grade(host: NamespaceHost, task: Task, files: dict[str, bytes], suite: Pytest | None = None) -> Grade:
+    return await (suite or Pytest(PytestConfig(test_timeout_s=3.0))).grade(Episode(task, files, host))
 
 
 async def test_what_tests_do_with_a_submission_works_apart(host: NamespaceHost, image_with_pytest: str) -> None:
@@ -167,7 +167,7 @@ async def test_the_reference_decides_how_a_test_runs(
 ) -> None:
     names = [f"tests/test_shop.py::{name}" for name in re.findall(r"def (test_\w+)", tests)]
     task = make_task(image_with_pytest, tests, names, reference={"shop.py": solution})
-    suite = Suite()
+    suite = Pytest()
     reward = await grade(host, task, {"shop.py": solution}, suite)
     assert (reward.value, reward.evidence["isolation"]) == (1.0, {level: 1}), reward.evidence
     told = await suite.weaknesses(Episode(task, {}, host))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.calls import HiddenTests, HiddenTestsConfig
+from rollmill.environments.rewards.calls import Calls, CallsConfig
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.machine import ExecResult, Machine, MachineWrapper
 from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.machines.stand_ins import StandInHost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,14 +29,14 @@ def make_task(cases: Any = CASES, **grading: Any) -> Task:
     return Task("t", "fix", image=BUILT_IN, files=files, submission=("main.py",), grading=grading)
 
 
-async def grade(host: NamespaceHost, source: str, task: Task | None = None, **more: str) -> Reward:
+async def grade(host: NamespaceHost, source: str, task: Task | None = None, **more: str) -> Grade:
     submission = {"main.py": source.encode(), **{name: text.encode() for name, text in more.items()}}
-    return await HiddenTests(HiddenTestsConfig(timeout_s=2.0)).grade(Episode(task or make_task(), submission, host))
+    return await Calls(CallsConfig(timeout_s=2.0)).grade(Episode(task or make_task(), submission, host))
 
 
 async def test_right_and_wrong(host: NamespaceHost) -> None:
     right = await grade(host, "from helper import offset\ndef f(x):\n    print('noise')\n    return x + offset\n")
-    assert (right.value, right.parts, right.grader) == (1.0, {"cases": 1.0}, "hidden_tests")
+    assert (right.value, right.parts, right.grader) == (1.0, {"cases": 1.0}, "calls")
     assert "noise" in right.evidence["output"] and "first_wrong" not in right.evidence
     wrong = await grade(host, f"def f(x):\n    return {OFFSET + 3} if x < 5 else x + {OFFSET}\n")
     assert wrong.value == 0.0 and wrong.parts["cases"] == pytest.approx(2 / 3)
@@ -144,14 +144,14 @@ async def test_forged_results_are_read_strictly(host: NamespaceHost, value: str)
     check_storable(await grade(host, source))
 
 
-def check_storable(reward: Reward) -> None:
+def check_storable(reward: Grade) -> None:
     assert reward.value == 0.0
     stored = json.dumps(reward.evidence, ensure_ascii=False, allow_nan=False)
     assert len(stored.encode()) < 10_000 and "\\u0000" not in stored.replace("\\\\u0000", "")
 
 
 async def test_a_submission_that_does_not_fit_scores_zero(host: NamespaceHost) -> None:
-    reward = await HiddenTests().grade(Episode(make_task(), {"main.py": b"#" * (17 << 20)}, host))
+    reward = await Calls().grade(Episode(make_task(), {"main.py": b"#" * (17 << 20)}, host))
     assert reward.value == 0.0 and "No space left" in reward.evidence["unwritable"]
 
 
@@ -174,7 +174,7 @@ BROKEN = {
 async def test_broken_submissions_score_zero_and_break_nothing(host: NamespaceHost, source: str) -> None:
     task = make_task()
     submission = {"main.py": source.encode("utf-8", "surrogateescape")}
-    reward = await HiddenTests(HiddenTestsConfig(timeout_s=2.0)).grade(Episode(task, submission, host))
+    reward = await Calls(CallsConfig(timeout_s=2.0)).grade(Episode(task, submission, host))
     assert reward.value == 0.0 and "first_wrong" in reward.evidence
 
 
@@ -266,7 +266,7 @@ async def test_shadowing_modules_beside_the_answer_do_not_reach_the_driver(host:
 
 
 async def test_no_submission(host: NamespaceHost) -> None:
-    reward = await HiddenTests().grade(Episode(make_task(), {}, host))
+    reward = await Calls().grade(Episode(make_task(), {}, host))
     assert reward.value == 0.0 and reward.evidence["missing"] == "main.py"
 
 
@@ -293,12 +293,12 @@ class _DeafHost(StandInHost):
 async def test_a_failure_of_the_infrastructure_is_never_a_reward(host: NamespaceHost, tmp_path: Any) -> None:
     submission = {"main.py": b"def f(x):\n    return x + 7290183645\n"}
     with pytest.raises(MachineError, match="did not start"):
-        await HiddenTests().grade(Episode(make_task(), submission, _DeafHost(host, "sh", "-c", "exit 3")))
+        await Calls().grade(Episode(make_task(), submission, _DeafHost(host, "sh", "-c", "exit 3")))
     with pytest.raises(TaskError, match="has no program 'python'"):
-        await HiddenTests().grade(Episode(make_task(), submission, _DeafHost(host, "no-such-python")))
+        await Calls().grade(Episode(make_task(), submission, _DeafHost(host, "no-such-python")))
     with pytest.raises(TaskError, match="image"):
         task = Task(**{**make_task().__dict__, "image": "absent"})
-        await HiddenTests().grade(Episode(task, submission, NamespaceHost(NamespaceConfig())))
+        await Calls().grade(Episode(task, submission, NamespaceHost(NamespaceConfig())))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.calls import HiddenTests, HiddenTestsConfig
-from rollmill.environments.rewards.pytest_suite import Suite, SuiteConfig
+from rollmill.environments.rewards.calls import Calls, CallsConfig
+from rollmill.environments.rewards.pytest import Pytest, PytestConfig
 from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.machines.namespace.client import NamespaceHost
@@ -158,9 +158,9 @@ OPEN = {
 @pytest.mark.parametrize("grading", GRADINGS)
 async def test_no_cheat_is_rewarded(host: NamespaceHost, image_with_pytest: str, grading: str) -> None:
     graders = {
-        "calls": HiddenTests(HiddenTestsConfig(timeout_s=3.0)),
+        "calls": Calls(CallsConfig(timeout_s=3.0)),
         "script": Script(ScriptConfig(timeout_s=3.0)),
-        "pytest": Suite(SuiteConfig(test_timeout_s=3.0)),
+        "pytest": Pytest(PytestConfig(test_timeout_s=3.0)),
     }
     task = Task(
         "t",

@@ -14,12 +14,11 @@ from aiohttp.test_utils import TestServer, unused_port
 from pydantic import ValidationError
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.judge import Judge, JudgeConfig
-from rollmill.environments.rewards.judge_bias import measure_bias
+from rollmill.environments.rewards.judge import Judge, JudgeConfig, measure_bias
 from rollmill.environments.task import Task
 from rollmill.errors import ConfigError, RewardError, RewardUnavailable
 from rollmill.machines.namespace.client import NamespaceHost
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,7 +66,7 @@ EPISODE = Episode(
 )  # fmt: skip
 
 
-async def grade(judge: StandInJudge, episode: Episode = EPISODE, **settings: Any) -> Reward:
+async def grade(judge: StandInJudge, episode: Episode = EPISODE, **settings: Any) -> Grade:
     defaults = {"base_url": judge.url, "model": "m", "dimension": "style", "rubric": "10: good", "votes": 2}
     return await Judge(JudgeConfig(**{**defaults, **settings})).grade(episode)
 

@@ -12,7 +12,7 @@ from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import TaskError
 from rollmill.machines.namespace.client import NamespaceHost
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,7 +26,7 @@ def make_task(grading: Any, submission: tuple[str, ...] = ("main.py",)) -> Task:
     return Task("t", "fix", files={"main.py": b"def f(x):\n    return x\n"}, submission=submission, grading=grading)
 
 
-async def grade(host: NamespaceHost, grading: Any, source: str, **more: Any) -> Reward:
+async def grade(host: NamespaceHost, grading: Any, source: str, **more: Any) -> Grade:
     submission = {"main.py": source.encode(), "hidden_test.py": b"pass", "conftest.py": b"raise SystemExit(0)"}
     reward = await Script(ScriptConfig(timeout_s=2.0)).grade(Episode(make_task(grading, **more), submission, host))
     assert len(json.dumps(reward.evidence, allow_nan=False)) < 10_000

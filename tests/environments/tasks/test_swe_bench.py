@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.environments.rewards.pytest_suite import Suite
+from rollmill.environments.rewards.pytest import Pytest
 from rollmill.environments.tasks.swe_bench import SweBenchConfig, SweBenchTasks
 from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.check_task import check_task
@@ -153,7 +153,7 @@ def test_an_instance(tmp_path: Path, clones: Path) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_instance_is_checked_on_real_machines(tmp_path: Path, clones: Path, host: NamespaceHost) -> None:
     task = load(tmp_path, clones, instance(clones)).get("acme__calc-1")
-    checked = await check_task(task, host, Suite(), repeat=1)
+    checked = await check_task(task, host, Pytest(), repeat=1)
     assert (checked.reference, checked.nothing, checked.problems) == (1.0, 0.0, ()), checked
 
 

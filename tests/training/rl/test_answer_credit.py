@@ -14,7 +14,7 @@ from rollmill.training.batching import UNSAID, TokenRule
 from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.rl.answer_credit import answer_advantages
-from rollmill.types import Reward, Segment
+from rollmill.types import Grade, Segment
 from tests.training.rl.test_credit import segment
 from tests.training.world import World, make_segment
 
@@ -28,7 +28,7 @@ def numbered(made: Segment, *after_tools: int) -> Segment:
 def learnt(segments: list[Segment], **said: float) -> dict[str, list[float]]:
     """The advantage of each answer. `said`: a0 is the first answer of segment a, a all of them, _ the conversation."""
     names = {"" if name == "_" else name if name.isalpha() else f"{name[0]}/{name[1:]}": said[name] for name in said}
-    reward = Reward(9.0, {f"answer.{name}": value for name, value in names.items()})
+    reward = Grade(9.0, {f"answer.{name}": value for name, value in names.items()})
     found = answer_advantages(segments, reward)
     return {
         each.id: [float(advantage_T[span.start]) for span in each.spans]
@@ -78,7 +78,7 @@ def test_work_goes_through_summaries_and_sub_agents_and_not_into_asides() -> Non
     title = numbered(segment("title", [0, 0, 1], at=[6], parent=(a, 0), cause="edit", seed=5))
     everything = [a, sub, b, title]
     assert learnt(everything, b1=1.0) == {"a": [1.0] * 3, "sub": [1.0], "b": [1.0] * 2, "title": [0.0]}
-    said = Reward(1.0, {"answer.title/0": 1.0})
+    said = Grade(1.0, {"answer.title/0": 1.0})
     assert [float(found.max()) for found in answer_advantages(everything, said)] == [0, 0, 0, 1], "no abandoned answer"
 
 
@@ -86,7 +86,7 @@ def test_an_answer_that_two_engines_sampled_is_one() -> None:
     made = make_segment([0, 1, 1, 1, 0, 1])
     first, second = made.spans
     parts = [replace(first, end=2), replace(first, start=2, answered=1), replace(second, answer=1)]
-    (found,) = answer_advantages([replace(made, id="a", spans=parts)], Reward(1.0, {"answer.a/0": 1.0}))
+    (found,) = answer_advantages([replace(made, id="a", spans=parts)], Grade(1.0, {"answer.a/0": 1.0}))
     assert found.tolist() == [0, 1, 1, 1, 0, 0]
 
 
@@ -99,7 +99,7 @@ def test_a_step_trains_on_what_users_said_and_counts_the_rest(tmp_path: Path) ->
     for row in world.trajectories.list():
         first = world.trajectories.load(row.id).segments[0]
         parts = {f"answer.{first.id}/0": 0.5 if row.id.endswith("0") else -0.5}
-        world.trajectories.grade(row.id, Reward(0.0, parts))
+        world.trajectories.grade(row.id, Grade(0.0, parts))
     batch = world.objective(config).next_batch(1, 1e-3, rule.lineage, lambda: False)
     again = world.objective(config).next_batch(1, 1e-3, rule.lineage, lambda: False)
     assert batch is not None and again is not None and batch.record.trajectories

@@ -24,7 +24,7 @@ from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
 from rollmill.training.rl.hints import hinted, hints_of
 from rollmill.training.rl.rl_objective import RLObjective
 from rollmill.trajectories.pace import Pace
-from rollmill.types import Reward, Segment
+from rollmill.types import Grade, Segment
 from tests.training.world import MODEL, PACE, World, make_segment
 
 PROMPT, USER = 1, 2  # tokens
@@ -56,8 +56,8 @@ def test_the_expected_gradient_is_that_of_the_kl_divergence() -> None:
 
 def test_hints_are_read_from_evidence_of_any_shape() -> None:
     hint = {"turn": 1, "text": "abc"}
-    assert hints_of(Reward(0.0, evidence={"hints": [hint]})) == {1: "abc"}
-    assert hints_of(Reward(0.0, evidence={"tests": {"hints": [hint, {"turn": 0, "text": "x" * 9999}]}})) == {
+    assert hints_of(Grade(0.0, evidence={"hints": [hint]})) == {1: "abc"}
+    assert hints_of(Grade(0.0, evidence={"tests": {"hints": [hint, {"turn": 0, "text": "x" * 9999}]}})) == {
         1: "abc",
         0: "x" * 4000,
     }
@@ -70,7 +70,7 @@ def test_hints_are_read_from_evidence_of_any_shape() -> None:
         [{"turn": 0, "text": 3}],
         [{"text": "a"}],
     ]
-    assert all(hints_of(Reward(0.0, evidence={"hints": each, "other": each})) == {} for each in strange)
+    assert all(hints_of(Grade(0.0, evidence={"hints": each, "other": each})) == {} for each in strange)
 
 
 def test_a_hint_stands_before_the_generation_prompt() -> None:
@@ -115,8 +115,8 @@ def test_hints_are_written_by_templates_of_checkpoints(name: str) -> None:
     )
 
 
-def hint_of(turn: int) -> Reward:
-    return Reward(0.0, evidence={"hints": [{"turn": turn, "text": "def"}]})
+def hint_of(turn: int) -> Grade:
+    return Grade(0.0, evidence={"hints": [{"turn": turn, "text": "def"}]})
 
 
 def test_groups_that_failed_as_a_whole_learn_from_their_hints(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_a_step_with_hints_is_a_step_with_other_advantages(tmp_path: Path) -> No
     ids = world.add_group("g-0", segments, [1.0, 0.0, 0.0])
     world.add_group("g-1", [two_turns(seed) for seed in range(3, 6)], [1.0, 0.0, 0.0])
     for id in ids[1:]:
-        world.trajectories.grade(id, Reward(0.0, evidence={"hints": [{"turn": 1, "text": "def"}]}))
-    world.trajectories.grade("g-1-1", Reward(0.0, evidence={"hints": [{"turn": 0, "text": "z" * 60}]}))  # too long
+        world.trajectories.grade(id, Grade(0.0, evidence={"hints": [{"turn": 1, "text": "def"}]}))
+    world.trajectories.grade("g-1-1", Grade(0.0, evidence={"hints": [{"turn": 0, "text": "z" * 60}]}))  # too long
     objective: Any = objective_with(world, format, PACE, 0.5)
     batch = objective.next_batch(1, 1e-3, LINEAGE, lambda: False)
     assert sum(len(part.targets_M) for part in batch.hinted) == 6 and batch.hints_refused == 1

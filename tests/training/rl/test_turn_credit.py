@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.weighted import WeightedRewards
 from rollmill.training.batching import TokenRule
 from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.rl.turn_credit import group_token_advantages, turn_advantages, turn_returns, turns_of
-from rollmill.types import Reward
+from rollmill.types import Grade
 from tests.environments.rewards.test_transcript import episode
 from tests.training.rl.test_credit import segment
 from tests.training.world import World
 
 
 def test_the_example_of_the_module() -> None:
-    rewards = [(Reward(0.9, {"turn.0": -0.1}), 2), (Reward(0.0), 3), (Reward(1.0), 3)]
+    rewards = [(Grade(0.9, {"turn.0": -0.1}), 2), (Grade(0.0), 3), (Grade(1.0), 3)]
     returns = [turn_returns(*each) for each in rewards]
     assert [each.tolist() for each in returns] == [[0.9, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     found = turn_advantages(returns)
@@ -58,7 +59,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(process: bool) -> 
         returns = []
         for e in group:
             parts = {f"turn.{t}": EARNED[t, a] for t, a in enumerate(episodes()[e])} if process else {}
-            returns.append(turn_returns(Reward(rewards[e], parts), len(episodes()[e])))
+            returns.append(turn_returns(Grade(rewards[e], parts), len(episodes()[e])))
         chance = torch.stack([chances[e] for e in group]).prod()
         for e, advantages in zip(group, turn_advantages(returns), strict=True):
             for t, action in enumerate(episodes()[e]):
@@ -73,7 +74,7 @@ def test_each_answer_gets_the_advantage_of_its_turn() -> None:
     c = segment("c", [0, 1, 0, 1], at=[1, 2])
     d = segment("d", [0, 0, 0, 1, 1], at=[3], parent=(c, 3), cause="retry")
     assert turns_of([a, b]) == [(0, 1, 3), (0, 4, 5), (1, 2, 3)] and turns_of([c, d]) == [(0, 1, 2), (1, 3, 5)]
-    found = group_token_advantages([([a, b], Reward(1.0, {"turn.1": 0.5})), ([c, d], Reward(0.25))])
+    found = group_token_advantages([([a, b], Grade(1.0, {"turn.1": 0.5})), ([c, d], Grade(0.25))])
     assert [each.tolist() for each in found[0]] == [[0, 0.75, 0.75, 0, 0.75], [0, 0, 0.25]]
     assert [each.tolist() for each in found[1]] == [[0, -0.75, 0, 0], [0, 0, 0, -0.75, -0.75]]
 
@@ -98,16 +99,16 @@ def test_a_step_trains_with_turn_advantages_and_repeats_them(tmp_path: Path) -> 
 
 
 async def test_process_rewards_add_up_by_weight() -> None:
-    class Gives:
-        def __init__(self, name: str, reward: Reward) -> None:
+    class Gives(Reward):
+        def __init__(self, name: str, reward: Grade) -> None:
             self.name, self._reward = name, reward
 
-        async def grade(self, episode: object) -> Reward:
+        async def grade(self, episode: object) -> Grade:
             return self._reward
 
     graders = [
-        (1.0, Gives("a", Reward(1.0, {"turn.0": 0.5}))),
-        (0.5, Gives("b", Reward(-2.0, {"turn.0": -1.0, "turn.2": 1.0}))),
+        (1.0, Gives("a", Grade(1.0, {"turn.0": 0.5}))),
+        (0.5, Gives("b", Grade(-2.0, {"turn.0": -1.0, "turn.2": 1.0}))),
     ]
     reward = await WeightedRewards(graders).grade(episode())
     assert reward.value == 0.0 and reward.parts["turn.0"] == 0.0 and reward.parts["turn.2"] == 0.5

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Literal
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.apart.session import Open, Order, Told, run_apart, run_together
+from rollmill.environments.rewards.apart.session import Open, Order, TesterReport, run_apart, run_together
 from rollmill.environments.rewards.clean import check_image, clean_machine, evidence_of
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine, write_over
@@ -47,13 +47,13 @@ class Plan:
 
 
 @dataclass
-class Judged:
+class Verdicts:
     levels: Mapping[str, str]
     verdicts: dict[str, str] = field(default_factory=dict)
     printed: list[str] = field(default_factory=list)
     evidence: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TesterReport) -> None:
         self.verdicts |= told.verdicts
         self.printed += [told.printed] if told.printed else []
         counts = {level: list(self.levels.values()).count(level) for level in ("apart", "trusting", "process")}
@@ -62,14 +62,14 @@ class Judged:
         self.evidence = {**shown, "framework": told.framework, "isolation": kept}
 
 
-class Judge:
+class Levels:
     """Remembers the levels of tasks."""
 
     def __init__(self) -> None:
         self._levels: OrderedDict[str, dict[str, str]] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def judge(self, episode: Episode, plan: Plan) -> Judged:
+    async def judge(self, episode: Episode, plan: Plan) -> Verdicts:
         """The verdicts on a submission. DoesNotFit, TaskError and MachineError as with `clean_machine`."""
         levels = await self._find_levels(episode, plan)
         together = partial(clean_machine, episode, plan.files, program=None, pinned=True)
@@ -113,8 +113,8 @@ async def _calibrate(episode: Episode, plan: Plan) -> dict[str, str]:
     return levels
 
 
-async def _run(episode: Episode, plan: Plan, levels: Mapping[str, str], worker: Open, together: Open) -> Judged:
-    judged = Judged(levels)
+async def _run(episode: Episode, plan: Plan, levels: Mapping[str, str], worker: Open, together: Open) -> Verdicts:
+    judged = Verdicts(levels)
     near = [test for test in plan.order.tests if levels[test] == "process"]
     far = [test for test in plan.order.tests if levels[test] != "process"]
     if far:
@@ -174,7 +174,7 @@ async def solve(machine: Machine, task: Task) -> None:
             raise TaskError(f"the reference command failed: {why}, {printed!r}", hint="run it in the machine by hand")
 
 
-async def _check_started(episode: Episode, told: Told, order: Order) -> None:
+async def _check_started(episode: Episode, told: TesterReport, order: Order) -> None:
     """TaskError if the image lacks what the tests need, MachineError if the tester did not start."""
     if told.framework == "none":
         raise TaskError(

@@ -16,7 +16,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
-from rollmill.environments.rewards.apart.wire import Gone, Link, connect
+from rollmill.environments.rewards.apart.wire import Link, LinkLost, connect
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "divmod")
 _FORWARDED = {
@@ -167,7 +167,7 @@ class Tester(Link):
     @staticmethod
     def now() -> Tester:
         if Tester._now is None or Tester._now.broken:
-            raise Gone("the process of the submission has ended")
+            raise LinkLost("the process of the submission has ended")
         return Tester._now
 
     # objects of the submission

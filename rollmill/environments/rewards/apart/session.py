@@ -38,7 +38,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Told:
+class TesterReport:
     verdicts: dict[str, str]  # of the tests that have one: passed, failed or time
     printed: str
     framework: str
@@ -57,7 +57,7 @@ def program(*names: str) -> str:
     return "\n".join(lines)
 
 
-async def run_apart(order: Order, open_tester: Open, open_worker: Open) -> Told:
+async def run_apart(order: Order, open_tester: Open, open_worker: Open) -> TesterReport:
     """The verdicts of tests that run in one machine, with the submission in another. MachineError: a host failed."""
     async with open_worker() as worker, open_tester() as tester:
         listener, port = await tester.listen()
@@ -71,12 +71,12 @@ async def run_apart(order: Order, open_tester: Open, open_worker: Open) -> Told:
                 raise relaying.exception() or AssertionError
 
 
-async def run_together(order: Order, machine: Machine) -> Told:
+async def run_together(order: Order, machine: Machine) -> TesterReport:
     """The verdicts of tests that run in one process with the submission, which lies in this machine."""
     return await _run(order, machine, None)
 
 
-async def _run(order: Order, machine: Machine, port: int | None) -> Told:
+async def _run(order: Order, machine: Machine, port: int | None) -> TesterReport:
     word, slowdown = secrets.token_hex(16), machine.capabilities.slowdown
     work = {
         "word": word,
@@ -102,7 +102,7 @@ async def _run(order: Order, machine: Machine, port: int | None) -> Told:
     return _told(result, word, order.tests)
 
 
-def _told(result: ExecResult, word: str, tests: list[str]) -> Told:
+def _told(result: ExecResult, word: str, tests: list[str]) -> TesterReport:
     verdicts, printed, framework = dict[str, str](), list[str](), ""
     for line in result.output.decode("utf-8", "replace").splitlines():
         if not line.startswith(f"{word} "):
@@ -113,7 +113,7 @@ def _told(result: ExecResult, word: str, tests: list[str]) -> Told:
             framework = verdict
         else:
             verdicts.setdefault(tests[int(index)], verdict)
-    return Told(verdicts, "\n".join(printed), framework, result)
+    return TesterReport(verdicts, "\n".join(printed), framework, result)
 
 
 async def _relay(listener: socket.socket, machine: Machine, order: Order) -> None:

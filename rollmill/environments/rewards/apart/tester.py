@@ -181,7 +181,7 @@ def _programs(work: Any) -> None:
     """What tests start runs where the submission is."""
     import subprocess
 
-    class Popen(subprocess.Popen):
+    class Popen(subprocess.Popen[Any]):
         _kept: Any
 
         def __init__(self, args: Any, *_: Any, **named: Any) -> None:

@@ -26,7 +26,7 @@ _SMALL = 1 << 62
 _MUTABLE = (list, dict, set, bytearray)
 
 
-class Gone(ConnectionError):
+class LinkLost(ConnectionError):
     """The other side has ended, or speaks nonsense."""
 
 
@@ -141,7 +141,7 @@ class Link:
         while True:
             try:
                 message = self._receive()
-            except Gone:
+            except LinkLost:
                 return
             self._answer(message)
 
@@ -167,18 +167,18 @@ class Link:
         try:
             self._connection.sendall(struct.pack(">I", len(data)) + data)
         except OSError as error:
-            raise Gone(str(error)) from None
+            raise LinkLost(str(error)) from None
 
     def _receive(self) -> Any:
         (size,) = struct.unpack(">I", self._take(4))
         if size > _LARGEST:
-            raise Gone("a message that is too large")
+            raise LinkLost("a message that is too large")
         try:
             message = json.loads(self._take(size))
             if type(message) is not list or len(message) != 4 or message[0] not in ("?", "=", "!"):
                 raise ValueError
         except (ValueError, RecursionError):
-            raise Gone("a message that cannot be read") from None
+            raise LinkLost("a message that cannot be read") from None
         return message
 
     def _take(self, size: int) -> bytes:
@@ -187,9 +187,9 @@ class Link:
             try:
                 part = self._connection.recv(min(size - len(parts), 1 << 20))
             except OSError as error:
-                raise Gone(str(error)) from None
+                raise LinkLost(str(error)) from None
             if not part:
-                raise Gone("it has ended")
+                raise LinkLost("it has ended")
             parts += part
         return bytes(parts)
 

@@ -19,7 +19,7 @@ from rollmill.training.pretraining.source import SourceContext
 from rollmill.training.pretraining.sources.trajectories import Trajectories, TrajectoryDocuments, TrajectorySettings
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Reward, Segment
+from rollmill.types import Grade, Segment
 from tests.trajectories import build
 
 Context = Callable[..., SourceContext]
@@ -38,7 +38,7 @@ def add(
     trajectory = build.trajectory(id, segments=segments)
     objects.create(f"trajectories/{id}", encode_trajectory(trajectory))
     store.finish(id, f"trajectories/{id}", None, **seal_facts(trajectory))
-    store.grade(id, Reward(reward))
+    store.grade(id, Grade(reward))
 
 
 @pytest.fixture

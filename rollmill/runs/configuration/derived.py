@@ -1,4 +1,4 @@
-"""The [model] of a run that starts from a checkpoint or from another run: read from there, and maybe made shorter."""
+"""What is filled in before a configuration is validated: absolute paths, and [model] of a checkpoint or another run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.errors import ConfigError
+from rollmill.kinds import resolve_paths
+from rollmill.training.stage import StageSection
+
+
+def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """Paths in [[stages]], of the tokenizer, the chat template and [tls]: relative ones start in `modules`."""
+    directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else Path.cwd()
+
+    def absolute(table: dict[str, Any]) -> dict[str, Any]:
+        paths = {name: path for name, path in table.items() if isinstance(path, str)}
+        return {**table, **{name: str(directory.absolute() / Path(path).expanduser()) for name, path in paths.items()}}
+
+    tokenizer, stages, chat, tls = (tree.get(name) for name in ("tokenizer", "stages", "chat", "tls"))
+    if isinstance(stages, list):
+        tree = {**tree, "stages": [resolve_paths(StageSection, stage, directory) for stage in stages]}
+    if isinstance(tokenizer, str) and tokenizer.endswith(".json"):
+        tree = {**tree, **absolute({"tokenizer": tokenizer})}
+    if isinstance(chat, dict) and "template" in chat:
+        tree = {**tree, "chat": {**chat, **absolute({"template": chat["template"]})}}
+    if isinstance(tls, dict):
+        tree = {**tree, "tls": absolute(tls)}
+    return tree
 
 
 def model_of_checkpoint(directory: Path) -> dict[str, Any]:

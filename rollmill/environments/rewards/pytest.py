@@ -30,18 +30,19 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.apart.levels import Isolation, Judge, Plan
+from rollmill.environments.reward import Reward
+from rollmill.environments.rewards.apart.levels import Isolation, Levels, Plan
 from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, read_grading
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
 from rollmill.strict import StrictModel
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 _MAX_NAMED = 20  # failed tests that the evidence names
 
 
-class SuiteConfig(Config):
+class PytestConfig(Config):
     partial: bool = Field(
         False,
         description="Partial credit: the share of FAIL_TO_PASS tests that pass times the share of PASS_TO_PASS tests "
@@ -67,7 +68,7 @@ class _Grading(StrictModel):
     isolation: Isolation = "auto"
 
 
-class Suite:
+class Pytest(Reward):
     """`parts` has the share of passed tests of each list."""
 
     name = "pytest"
@@ -77,21 +78,21 @@ class Suite:
         "apart from the submission runs in one process with it, which can then make it pass: named for each task."
     )
 
-    def __init__(self, config: SuiteConfig | None = None) -> None:
-        self.config = config or SuiteConfig()
-        self._judge = Judge()
+    def __init__(self, config: PytestConfig | None = None) -> None:
+        self.config = config or PytestConfig()
+        self._levels = Levels()
 
-    async def grade(self, episode: Episode) -> Reward:
+    async def grade(self, episode: Episode) -> Grade:
         grading = _parse(episode.task)
         try:
-            judged = await self._judge.judge(episode, self._plan(grading))
+            judged = await self._levels.judge(episode, self._plan(grading))
         except DoesNotFit as error:
-            return Reward(0.0, evidence={"unwritable": str(error)}, grader=self.name)
+            return Grade(0.0, evidence={"unwritable": str(error)}, grader=self.name)
         return self._reward(grading, judged.verdicts, judged.evidence)
 
     async def weaknesses(self, episode: Episode) -> str:
         """What this reward cannot protect in a task; empty if it is no more than with any."""
-        return await self._judge.weaknesses(episode, self._plan(_parse(episode.task)))
+        return await self._levels.weaknesses(episode, self._plan(_parse(episode.task)))
 
     def _plan(self, grading: _Grading) -> Plan:
         order = Order(
@@ -105,14 +106,14 @@ class Suite:
         )
         return Plan(order, {path: text.encode() for path, text in grading.files.items()}, grading.isolation)
 
-    def _reward(self, grading: _Grading, verdicts: dict[str, str], evidence: dict[str, Any]) -> Reward:
+    def _reward(self, grading: _Grading, verdicts: dict[str, str], evidence: dict[str, Any]) -> Grade:
         parts = {}
         for name, tests in (("fail_to_pass", grading.FAIL_TO_PASS), ("pass_to_pass", grading.PASS_TO_PASS)):
             failed = [test for test in tests if verdicts.get(test) != "passed"]
             parts[name] = 1.0 - len(failed) / len(tests) if tests else 1.0
             evidence[name] = {test[:200]: verdicts.get(test, "no verdict") for test in failed[:_MAX_NAMED]}
         share = parts["fail_to_pass"] * parts["pass_to_pass"]
-        return Reward(share if self.config.partial else float(share == 1.0), parts, evidence, self.name)
+        return Grade(share if self.config.partial else float(share == 1.0), parts, evidence, self.name)
 
 
 def _parse(task: Task) -> _Grading:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.pytest_suite import Suite, SuiteConfig
+from rollmill.environments.rewards.pytest import Pytest, PytestConfig
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
 from rollmill.machines.namespace.client import NamespaceHost
-from rollmill.types import Reward
+from rollmill.types import Grade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,11 +40,11 @@ RIGHT = "def f(x): return x + 1\ndef g(): return 'kept'\n"
 PRISTINE = "def f(x): return x\ndef g(): return 'kept'\n"
 
 
-async def grade(host: NamespaceHost, source: str, grading: Any = GRADING, **settings: Any) -> Reward:
+async def grade(host: NamespaceHost, source: str, grading: Any = GRADING, **settings: Any) -> Grade:
     files = {"main.py": PRISTINE.encode()}
     task = Task("t", "fix", files=files, submission=("main.py", "tests/test_f.py"), grading=grading)
     submission = {"main.py": source.encode(), "tests/test_f.py": b"def test_kept(): pass\n"}
-    reward = await Suite(SuiteConfig(**{"test_timeout_s": 5.0, **settings})).grade(Episode(task, submission, host))
+    reward = await Pytest(PytestConfig(**{"test_timeout_s": 5.0, **settings})).grade(Episode(task, submission, host))
     assert len(json.dumps(reward.evidence, allow_nan=False)) < 10_000
     return reward
 
@@ -174,5 +174,5 @@ async def test_pytest_of_an_image(
     task = Task(
         "t", "fix", image=image_with_pytest, submission=("main.py",), grading={**grading, "isolation": isolation}
     )
-    reward = await Suite().grade(Episode(task, {"main.py": RIGHT.encode()}, host))
+    reward = await Pytest().grade(Episode(task, {"main.py": RIGHT.encode()}, host))
     assert (reward.value, reward.evidence["framework"]) == (float(passes), "pytest"), reward.evidence
