@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from rollmill.backoff import Backoff
 from rollmill.errors import GatewayError
 
 # kind → (least value, greatest value, what the value means)
@@ -82,14 +83,15 @@ class Signals:
         body: dict[str, Any] = {**_named(about), "kind": kind, "id": id or uuid.uuid4().hex}
         body |= {} if value is None else {"value": checked(kind, value)}
         body |= {} if label is None else {"label": label}
-        for attempt in range(1, _ATTEMPTS + 1):
+        backoff = Backoff(0.4, 2.0)
+        while True:
             try:
                 return self._post(body)
             except GatewayError as error:
-                if attempt == _ATTEMPTS or error.status not in _RETRIED:
+                pause = backoff.failed()
+                if backoff.failures == _ATTEMPTS or error.status not in _RETRIED:
                     raise
-                time.sleep(0.2 * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+            time.sleep(pause)
 
     def _post(self, body: dict[str, Any]) -> int | None:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}

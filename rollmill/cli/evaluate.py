@@ -21,7 +21,6 @@ from rollmill.cli.target import VersionOption, find_target
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.evals import evaluation as evals
 from rollmill.evals.evaluation import Conduct, EvalResult
-from rollmill.evals.model_endpoint import evaluate_endpoint
 from rollmill.evals.suite import EvalConfig
 from rollmill.launch import services
 from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
@@ -94,7 +93,7 @@ def _evaluate_endpoint(
         async with EndpointProxy(endpoint) as proxy:
             await proxy.check()
             async with open_environment(config) as environment:
-                return await evaluate_endpoint(
+                return await evals.evaluate_endpoint(
                     environment, build_tasks(config), suite, proxy, examination, config.rollouts, tell
                 )
 

@@ -19,10 +19,8 @@ from rollmill.runs.import_checkpoint import check_checkpoint
 from rollmill.runs.opening import open_run
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.saved import url_of
-from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.weight_store import WeightStore
 
 VersionOption = Annotated[
     str | None,
@@ -36,7 +34,7 @@ VersionOption = Annotated[
 
 def find_target(run: RunDirectory, text: str | None) -> Target:
     """The version, channel or line that is meant. Raises WeightsError if it is not there."""
-    store, line = WeightStore(Objects.open(run.home_store)), run.config.line
+    store, line = run.weights(), run.config.line
     form: str = run.config.form if run.config.stages else "bf16"  # imported weights have no other form
     if text is None:
         number = store.head(line, form)

@@ -129,7 +129,7 @@ def open_production(run: RunDirectory, batch: int, meanwhile: int = 4) -> Iterat
 
 
 def live_target(run: RunDirectory) -> Target:
-    version = Channels(Objects.open(run.home_store)).get("live")
+    version = Channels(run.objects()).get("live")
     assert version is not None
     return Target("channel", "live", version, "bf16")
 
@@ -137,6 +137,6 @@ def live_target(run: RunDirectory) -> Target:
 def set_live(run: RunDirectory, version: Version) -> None:
     """The first live version. It passes no gate, which `rollmill weights channel set` would ask for: users are
     simulated, so nobody is harmed. All later versions do."""
-    channels = Channels(Objects.open(run.home_store))
+    channels = Channels(run.objects())
     if channels.get("live") is None:
         channels.move("live", version)

@@ -27,9 +27,7 @@ from rollmill.demo.simulated_users import load_population
 from rollmill.launch.supervise import drive
 from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.reading.weight_store import WeightStore
 
 WALKS = Path(__file__).with_name("walks.toml")
 MIDTRAIN = "midtrain"
@@ -73,7 +71,7 @@ def make_run(demo: RunDirectory) -> RunDirectory:
 def midtrain(run: RunDirectory, on_tick: Callable[[], None]) -> None:
     """Train the version that is live first."""
     drive(run, on_tick, last=MIDTRAIN)
-    head = WeightStore(Objects.open(run.home_store)).head(MIDTRAIN, run.config.form)
+    head = run.weights().head(MIDTRAIN, run.config.form)
     assert head is not None
     set_live(run, Version(MIDTRAIN, head))
 

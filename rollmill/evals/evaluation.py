@@ -9,10 +9,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from rollmill import telemetry
+from rollmill.environments.environment import Environment
+from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
 from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
+from rollmill.rollouts.agent_endpoint import EndpointProxy, play
+from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.rollout import Outcome, Rollout, as_id, rollout_seed
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Sampling
@@ -220,6 +224,33 @@ async def _attempt(
     sampling = sampling_of(task, cell, number, examination)
     facts = {"run": run, "group_id": group, "provenance": provenance}
     return await Rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts).run()
+
+
+async def evaluate_endpoint(
+    environment: Environment,
+    tasks: TaskSet,
+    config: EvalConfig,
+    proxy: EndpointProxy,
+    examination: Examination,
+    limits: RolloutConfig,
+    on_progress: OnProgress | None = None,
+) -> list[EvalResult]:
+    """Evaluate any OpenAI-compatible endpoint on the tasks of a run, with the same statistics."""
+
+    async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
+        played = await play(environment, proxy, task, sampling_of(task, cell, number, examination), limits)
+        episode = played.episode
+        return Outcome(
+            f"{task.id} #{number}",
+            played.reward,
+            episode.result,
+            episode.tokens,
+            played.reason,
+            seconds=episode.seconds,
+            asked=transcript.asks(episode),
+        )
+
+    return await run_cells(tasks, config, examination, attempt, on_progress)
 
 
 def sampling_of(task: Task, cell: Cell, number: int, examination: Examination) -> Sampling:

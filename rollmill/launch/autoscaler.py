@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import json
 import logging
 import os
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,9 +29,7 @@ from rollmill.launch.rescale import ask_scale, read_scale, scaled, with_counts
 from rollmill.runs.configuration.autoscale_rule import LOOK_S, Balancer, Sample
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.shared.addresses import gateway_finders
-from rollmill.runs.trust import trusting
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
+from rollmill.runs.trust import ask
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import GroupState
@@ -99,7 +95,7 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        return Ledger(open_database(self._run.database_url), self._run.stage_key(self._stage))
+        return self._run.ledger(self._stage)
 
     def look(self) -> Sample | None:
         """What trainer and engines do now; None before the first group and after the last step."""
@@ -124,7 +120,7 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
             except ConfigError as error:  # there are too few GPUs
                 told |= {"done": False, "reason": f"{decided['reason']}; not done: {error.message}"}
         telemetry.emit("balance", **told)
-        objects = Objects.open(self._run.home_store)
+        objects = self._run.objects()
         kept = [*read_decisions(self._run), {"at": time.time(), **told}][-MOST_KEPT:]
         objects.put(KEY, json.dumps(kept).encode())
 
@@ -162,8 +158,10 @@ def _health(run: RunDirectory) -> dict[str, Any]:
         if (url := find()) is None:
             continue
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=LOOK_S, context=trusting(run)) as response:  # noqa: S310
-                return dict(json.loads(response.read()))
-        except (OSError, ValueError, http.client.HTTPException) as error:  # 503 too: no engine is alive
+            status, body = ask(run, f"{url}/health", LOOK_S)
+            if status == 200:  # 503: no engine is alive
+                return dict(json.loads(body))
+            problem = ConnectionError(f"{url} answers {status}")
+        except (OSError, ValueError) as error:
             problem = error
     raise ConnectionError(str(problem))

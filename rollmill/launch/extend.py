@@ -24,7 +24,6 @@ from rollmill.launch.rank_processes import PATIENCE_S, outside_rank
 from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.lock import exclusive
 from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.storage.database import open_database
 
 ELASTIC = ("ranks", "expert_parallel", "context_parallel")
 
@@ -83,7 +82,7 @@ def change_cycle(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
     tree = {name: part for name, part in tree.items() if part is not None}  # a section that the run does not have yet
     config = override_config(RunConfig, tree, overrides, "the command line")
     with exclusive(run.path, "supervisor", patience_s=5.0), exclusive(run.path, "cycle", patience_s=5.0):
-        cycle = Journal(open_database(run.database_url), run.id).current()
+        cycle = Journal(run.database(), run.id).current()
         if cycle is not None and not cycle.is_over and cycle.state != "collecting":
             raise ConfigError(
                 f"cycle {cycle.number} is {cycle.state}: its settings stay as they are",

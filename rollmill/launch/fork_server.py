@@ -1,15 +1,15 @@
 """Starts role processes by forking, so that each does not import the same modules for seconds again.
 
-A nursery is this module as a process of its own. It imports what a role needs when it is first asked for it, and
+It is this module as a process of its own. It imports what a role needs when it is first asked for it, and
 computes nothing. A supervisor talks with it in lines of JSON over a socket:
 
-    supervisor →  {"id": 3, "role": "engine-home", "run": {…}, "arguments": […], "environment": {…}, "log": PATH, …}
-    supervisor →  {"id": 3, "signal": 15}
-    nursery    →  {"id": 3, "code": 0}           it has ended; −9 if SIGKILL ended it
+    supervisor  →  {"id": 3, "role": "engine-home", "run": {…}, "arguments": […], "environment": {…}, "log": PATH, …}
+    supervisor  →  {"id": 3, "signal": 15}
+    fork server →  {"id": 3, "code": 0}           it has ended; −9 if SIGKILL ended it
 
-A nursery dies with its supervisor, and its children with it. On a node of a cluster several keepers ask, and share one
-nursery: they find it at a Unix socket in a directory, and the first of them starts it. It belongs to none of them: it
-kills the children of a keeper whose connection ends, and leaves when nobody has been connected for IDLE_S.
+A fork server dies with its supervisor, and its children with it. On a node of a cluster several actors share one:
+they find it at a Unix socket in a directory, and the first of them starts it. It belongs to none of them: it kills the
+children of one whose connection ends, and leaves when nobody has been connected for IDLE_S.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ OF_RANKS = (
     "rollmill.training.parallel.sharded_ranks",
     "torch._dynamo",
 )  # torch imports the second when a rank shards a model
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # of a nursery
-SOCKET = "socket"  # of a shared nursery, in its directory
-IDLE_S = 5.0  # a shared nursery that nobody needs leaves; the next stage of a run comes sooner
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # of a fork server
+SOCKET = "socket"  # of a shared fork server, in its directory
+IDLE_S = 5.0  # a shared fork server that nobody needs leaves; the next stage of a run comes sooner
 
 
-class Nursery:
-    """The supervisor's side. `shared`: the directory of a nursery that others of this host use too."""
+class ForkServer:
+    """The supervisor's side. `shared`: the directory of a fork server that others of this host use too."""
 
     def __init__(self, shared: Path | None = None) -> None:
         self._shared = shared
@@ -101,7 +101,7 @@ class Nursery:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float = 0.0) -> None:
-        """Learn which children have ended. If the nursery has died, all have."""
+        """Learn which children have ended. If the fork server has died, all have."""
         if self._socket is None or not select.select([self._socket], [], [], timeout)[0]:
             return
         try:
@@ -116,7 +116,7 @@ class Nursery:
             self._children[message["id"]].returncode = message["code"]
 
     def close(self) -> None:
-        """End the nursery and with it the children that are left."""
+        """End the fork server and with it the children that are left."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -133,29 +133,29 @@ class Nursery:
 class Child:
     """A role process, with the methods of a Popen."""
 
-    nursery: Nursery
+    server: ForkServer
     id: int
     returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.nursery.receive()
+            self.server.receive()
         return self.returncode
 
     def wait(self, timeout: float) -> int | None:
         """Its exit code; None if it still runs after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.returncode is None and (left := deadline - time.monotonic()) > 0:
-            self.nursery.receive(left)
+            self.server.receive(left)
         return self.returncode
 
     def signal(self, number: signal.Signals) -> None:
-        """Does nothing if it has ended: another process may have its id by now, so the nursery sends signals."""
-        self.nursery.send(id=self.id, signal=number)
+        """Does nothing if it has ended: another process may have its id by now, so the fork server sends signals."""
+        self.server.send(id=self.id, signal=number)
 
 
 def _join(directory: Path) -> socket.socket:
-    """Connect to the shared nursery of this directory, and start it if there is none."""
+    """Connect to the shared fork server of this directory, and start it if there is none."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(directory) as path, contextlib.ExitStack() as unless_connected:
         ours = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
@@ -186,7 +186,7 @@ def _start_shared(directory: Path, path: str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[str]:
-    """While somebody connects to a shared nursery, it does not leave. Yields the path of its socket: through a
+    """While somebody connects to a shared fork server, it does not leave. Yields the path of its socket: through a
     descriptor of the directory, because paths of sockets must be short."""
     held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -198,7 +198,7 @@ def _locked(directory: Path) -> Iterator[str]:
 
 @dataclass(eq=False)
 class _Asker:
-    """The nursery's side of a connection."""
+    """The fork server's side of a connection."""
 
     socket: socket.socket
     unread: bytes = b""
@@ -232,13 +232,13 @@ class _Asker:
 
 
 def main(descriptor: int, directory: Path | None = None) -> int:
-    """The nursery's side. Returns the exit code of the process: in a forked child, of its role. The descriptor is the
-    connection to the supervisor; with `directory`, of a shared nursery, a socket that listens."""
+    """The server's side. Returns the exit code of the process: in a forked child, of its role. The descriptor is the
+    connection to the supervisor; with `directory`, of a shared fork server, a socket that listens."""
     if directory is None:
         end_with_parent()
-    setproctitle("rollmill nursery")  # once before the environment changes: it looks for its place there
+    setproctitle("rollmill fork server")  # once before the environment changes: it looks for its place there
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nursery = os.getpid()
+    server = os.getpid()
     own, (woken, wake) = socket.socket(fileno=descriptor), _wake_when_children_end()
     askers = [] if directory else [_Asker(own)]
     left: list[_Asker] = []  # their children are dying
@@ -267,7 +267,7 @@ def main(descriptor: int, directory: Path | None = None) -> int:
                     _leave()
                     for each in (own, woken, wake, *(asker.socket for asker in askers)):
                         each.close()
-                    return _be(request, nursery)
+                    return _be(request, server)
 
 
 def _wake_when_children_end() -> tuple[socket.socket, socket.socket]:
@@ -300,7 +300,7 @@ def _serve(asker: _Asker, request: dict[str, Any]) -> int | None:
 
 
 def _retire(listening: socket.socket, directory: Path) -> bool:
-    """Whether nobody needs this shared nursery: then nobody can connect to it any more."""
+    """Whether nobody needs this shared fork server: then nobody can connect to it any more."""
     try:
         with _locked(directory) as path:
             if select.select([listening], [], [], 0)[0]:
@@ -319,8 +319,8 @@ def _import(kind: str, ranks: bool) -> None:
     gc.freeze()  # the collector of a child would copy the pages of all these objects
 
 
-def _be(request: dict[str, Any], nursery: int) -> int:
-    """Become the role process. `nursery` is the pid that its parent must have: it may have died since the fork."""
+def _be(request: dict[str, Any], server: int) -> int:
+    """Become the role process. `server` is the pid that its parent must have: it may have died since the fork."""
     from rollmill.launch import role
     from rollmill.launch.role_inputs import take
 
@@ -337,12 +337,12 @@ def _be(request: dict[str, Any], nursery: int) -> int:
     os.dup2(log, 2)
     os.close(log)
     os.environ.clear()
-    os.environ.update({**request["environment"], SUPERVISOR: str(nursery)})
+    os.environ.update({**request["environment"], SUPERVISOR: str(server)})
     setproctitle(request["name"])
     return role.main(request["role"], lambda: take(request["run"]), *request["arguments"])
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 2 and os.fork():
-        os._exit(0)  # a shared nursery is no child of the keeper that starts it, and outlives it
+        os._exit(0)  # a shared fork server is no child of the actor that starts it, and outlives it
     sys.exit(main(int(sys.argv[1]), *map(Path, sys.argv[2:])))

@@ -9,7 +9,12 @@ itself, `ray` on a node of the cluster.
 from __future__ import annotations
 
 import signal
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from rollmill import telemetry
+from rollmill.backoff import Backoff
 
 if TYPE_CHECKING:
     from rollmill.runs.run import RunConfig, RunDirectory
@@ -18,6 +23,33 @@ MAX_RESTARTS = 5  # of one role; after that a restart will not help either
 STEADY_S = 600.0  # a role that ran this long starts with a fresh count of restarts
 FINAL = 3  # exit code of a role process: a restart will not help, its log says why
 TERMINATED = 128 + signal.SIGTERM  # exit code of a role process: it was asked to stop before its work was done
+
+
+@dataclass
+class Role:
+    """What a launcher was asked to start: one process, or several ranks that start and end together. `ended`: all
+    exited with 0, the work is done. A service never ends by itself: whenever it exits it is restarted."""
+
+    name: str
+    arguments: tuple[str, ...]
+    threads: int
+    service: bool
+    ranks: int
+    started_at: float = 0.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 3.0))  # counts the restarts
+    ended: bool = False
+
+    def may_restart(self, code: int) -> bool:
+        """Whether a restart after this exit code may help."""
+        if time.monotonic() - self.started_at > STEADY_S:
+            self.backoff.reset()
+        return code != FINAL and self.backoff.failures < MAX_RESTARTS
+
+    def wait_for_restart(self, code: int) -> None:
+        """Record one more restart, and sleep before it."""
+        pause = self.backoff.failed()
+        telemetry.emit("restart", target=self.name, exit_code=code, restarts=self.backoff.failures)
+        time.sleep(pause)
 
 
 class Launcher(Protocol):

@@ -20,7 +20,6 @@ from rollmill.inference.engine_sections import EnginesSection
 from rollmill.kinds import build
 from rollmill.launch.launcher import Cluster, Launcher
 from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.storage.objects import Objects
 
 KEY = "cluster/scale.json"
 LOOK_S = 1.0
@@ -73,7 +72,7 @@ def ask_scale(run: RunDirectory, settings: list[str]) -> dict[str, int]:
         scale[region] = int(text)
     config = with_counts(run.config, scale)
     _check_room(run.config, config)
-    Objects.open(run.home_store).put(KEY, json.dumps(scale).encode())
+    run.objects().put(KEY, json.dumps(scale).encode())
     return {table.region: table.count for table in reversed(config.engines)}
 
 

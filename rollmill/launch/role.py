@@ -10,9 +10,12 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from rollmill import telemetry
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
@@ -20,7 +23,6 @@ from rollmill.launch.launcher import FINAL
 from rollmill.launch.parent_death import end_with_parent
 from rollmill.launch.rank_processes import outside_rank
 from rollmill.launch.role_inputs import hand_to, take
-from rollmill.launch.timed_lines import time_lines
 from rollmill.runs.exits import BEGINS, CAUSE
 from rollmill.runs.lock import exclusive
 from rollmill.runs.run import RunDirectory
@@ -68,6 +70,32 @@ def _first_of_ours(error: BaseException) -> RollmillError | None:
 
 def _leaf(error: BaseException) -> BaseException:
     return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+class TimedStream:
+    """A text stream that writes the time before each line. Everything else is that of the stream below."""
+
+    def __init__(self, below: TextIO) -> None:
+        self._below = below
+        self._fresh = True  # at the beginning of a line
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            for line in text.splitlines(keepends=True):
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S ", time.gmtime()) if self._fresh else ""
+                self._below.write(stamp + line)
+                self._fresh = line.endswith("\n")
+            self._below.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._below, name)
+
+
+def time_lines() -> None:
+    """From now on, what this process prints has times: `2026-01-31 12:00:00 text`, in UTC."""
+    sys.stdout, sys.stderr = TimedStream(sys.stdout), TimedStream(sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ import itertools
 import json
 import shutil
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -28,11 +26,9 @@ from rollmill.launch.loans import lending
 from rollmill.runs.free_ports import held_port
 from rollmill.runs.lock import LockTaken, exclusive
 from rollmill.runs.run import CANARY, RunDirectory
-from rollmill.runs.trust import trusting
-from rollmill.storage.objects import Objects
+from rollmill.runs.trust import ask
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.weight_store import WeightStore
 
 TICK_S = 0.2
 CANDIDATE = "candidate"  # the channel that canaries follow
@@ -97,18 +93,17 @@ def serving(
 def _form_of(run: RunDirectory, target: Target, engine: EngineSpec) -> str:
     """The engine's own form, or that of the target if it has no other: imported weights, versions of before."""
     form = run.config.form_of(engine)
-    return form if WeightStore(Objects.open(run.home_store)).exists(target.version, form) else target.form
+    return form if run.weights().exists(target.version, form) else target.form
 
 
 def _prepare_canary(run: RunDirectory, target: Target) -> None:
     """The channel that the second engine follows exists, and until a cycle says otherwise, production stays away."""
     from rollmill.gateway.routing.traffic_splits import SplitStore
-    from rollmill.storage.database import open_database
 
-    channels = Channels(Objects.open(run.home_store))
+    channels = Channels(run.objects())
     if channels.get(CANDIDATE) is None:
         channels.move(CANDIDATE, target.version)
-    splits, model = SplitStore(open_database(run.database_url), run.id), run.config.cycle.model
+    splits, model = SplitStore(run.database(), run.id), run.config.cycle.model
     if model not in splits.get():
         splits.put(model, {target.name: 1.0})
 
@@ -132,16 +127,8 @@ def _claim(run: RunDirectory, kind: str, host: str, port: int, *, canary: bool) 
 
 def health(service: RunDirectory) -> dict[str, Any] | None:
     """What the gateway of a service says about itself; None while it does not answer."""
-    try:
-        url, tls = f"{service.url('gateway')}/health", trusting(service)
-        with urllib.request.urlopen(url, timeout=5, context=tls) as response:  # noqa: S310
-            body = response.read()
-    except urllib.error.HTTPError as error:  # 503: no engine is ready
-        with error:
-            body = error.read()
-    except OSError:
-        return None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(OSError, ValueError):
+        _, body = ask(service, f"{service.url('gateway')}/health", 5.0)  # 503: no engine is ready
         tree = json.loads(body)
         return tree if isinstance(tree, dict) else None
     return None

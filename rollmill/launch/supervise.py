@@ -20,8 +20,8 @@ from rollmill.errors import RollmillError
 from rollmill.kinds import build
 from rollmill.launch.autoscaler import Balance
 from rollmill.launch.launcher import FINAL, Cluster, Launcher
-from rollmill.launch.launchers.keeper import SEND_S
 from rollmill.launch.launchers.local import LocalLauncher, terminable
+from rollmill.launch.launchers.node_process import SEND_S
 from rollmill.launch.launchers.supervisor import STOPPED
 from rollmill.launch.parent_death import end_with_parent
 from rollmill.launch.rank_processes import outside_world
@@ -34,7 +34,6 @@ from rollmill.runs.run import RunDirectory, phase
 from rollmill.runs.shared.beacon import Beacon
 from rollmill.runs.shared.outbox import bring
 from rollmill.runs.stages import IMPORT, is_trained, left_to_evaluate
-from rollmill.storage.objects import Objects
 from rollmill.training.stage import RolloutSettings, StageSection
 
 TICK_S = 0.2
@@ -153,7 +152,7 @@ def drive_given() -> None:
 
     end_with_parent()
     run = take(json.load(sys.stdin))
-    objects = Objects.open(run.home_store)
+    objects = run.objects()
     try:
         drive(run)
         everything = replace(run, path=run.path / "report", service_of=run.path)  # events of all nodes

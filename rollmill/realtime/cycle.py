@@ -30,8 +30,6 @@ from rollmill.runs.cycle_journal import Cycle, Journal
 from rollmill.runs.lock import exclusive
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.stages import last_version
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
 from rollmill.training.lineage import trace_lineage
 from rollmill.trajectories.ledger import Ledger
@@ -50,8 +48,8 @@ class CycleDriver:
     def __init__(self, run: RunDirectory, on_tick: OnTick = lambda cycle: None) -> None:
         self._run = run
         self._config = run.config.cycle
-        self._engine = open_database(run.database_url)
-        self._weights = WeightStore(Objects.open(run.home_store))
+        self._engine = run.database()
+        self._weights = run.weights()
         self._objects = self._weights.objects
         self._channels = Channels(self._objects)
         self._trajectories = TrajectoryStore(self._engine, self._objects)

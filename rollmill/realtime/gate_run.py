@@ -52,7 +52,7 @@ def run_gate(
 ) -> GateVerdict:
     """Measure both versions, unless they are measured already, and record the verdict about the candidate. Record only
     what `live` may rely on: a comparison with the live version on the whole suite of the run."""
-    objects = Objects.open(run.home_store)
+    objects = run.objects()
     suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
     targets, digest = [live.pinned(), candidate.pinned()], suite_digest(run, suite)
     names = (str(live.version), str(candidate.version))

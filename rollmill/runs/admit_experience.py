@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from rollmill.environments.environment import build_tasks
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
 from rollmill.runs.run import RunDirectory
-from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.config import ALONE, FORM
 from rollmill.training.lineage import Lineage, trace_lineage
@@ -81,10 +80,10 @@ class _Admission:
     @classmethod
     def open(cls, run: RunDirectory, stage: StageSection, source: RunDirectory) -> _Admission:
         assert isinstance(stage, RolloutSettings)
-        weights = WeightStore(Objects.open(run.home_store))
-        ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+        weights = run.weights()
+        ledger = run.ledger(stage)
         return cls(
-            source=TrajectoryStore(open_database(source.database_url), Objects.open(source.home_store)),
+            source=source.trajectories(),
             objects=weights.objects,
             ledger=ledger,
             pace=stage.pace(stage.steps),

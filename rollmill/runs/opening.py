@@ -21,7 +21,6 @@ from rollmill.errors import ConfigError, StorageError
 from rollmill.runs.configuration.settings import RunConfig
 from rollmill.runs.run import SECRETS, RunDirectory
 from rollmill.runs.saved import FORMAT, KEY, reading_description, url_of
-from rollmill.storage.objects import Objects
 
 PASSWORD = re.compile(r"(//[^/:@]*):[^@/]*@")  # in the URL of a database
 CACHE = "~/.cache/rollmill/runs"
@@ -41,7 +40,7 @@ def describe_run(run: RunDirectory) -> None:
         "host": socket.gethostname(),
         "path": str(run.path.absolute()),
     }
-    Objects.open(run.home_store).put(KEY, json.dumps(about).encode())
+    run.objects().put(KEY, json.dumps(about).encode())
 
 
 def open_run(path: Path) -> RunDirectory:
@@ -79,7 +78,7 @@ def need_index(run: RunDirectory) -> None:
     if database is not None and Path(database.partition(":///")[2].partition("?")[0]).is_file():
         return  # on a disk that both hosts have
     try:
-        about = json.loads(Objects.open(run.home_store).get(KEY))
+        about = json.loads(run.objects().get(KEY))
         host, path = str(about["host"]), str(about["path"])
     except (StorageError, ValueError, LookupError, TypeError):
         host, path = "the host where it began", "RUN"

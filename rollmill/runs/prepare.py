@@ -49,7 +49,7 @@ def need_tokenizer(run: RunDirectory) -> Path:
 
 def is_prepared(run: RunDirectory) -> bool:
     """Whether the store has all that the first stage needs, so that nothing is read from this host any more."""
-    config, objects = run.config, Objects.open(run.home_store)
+    config, objects = run.config, run.objects()
     if config.checkpoint is None and config.start is None:
         return TOKENIZER in kept_companions(objects, config.stages[0].name)
     start = Version(config.checkpoint_line, config.start.parsed.number if config.start else 0)
@@ -61,7 +61,7 @@ def restore_tokenizer(run: RunDirectory) -> None:
     config = run.config
     random = config.checkpoint is None and config.start is None
     line = config.stages[0].name if random else config.checkpoint_line
-    kept = kept_companions(Objects.open(run.home_store), line)
+    kept = kept_companions(run.objects(), line)
     if TOKENIZER in kept:
         _write_beside(run, {name: kept[name] for name in (TOKENIZER, *CHAT_FILES) if name in kept})
 
@@ -83,7 +83,7 @@ def _template(run: RunDirectory, named: Path) -> bytes:
     template, key = run.tokenizer.parent / TEMPLATE, f"cluster/{TEMPLATE}"
     if template.exists():
         return template.read_bytes()
-    objects = Objects.open(run.home_store) if run.config.store is not None else None
+    objects = run.objects() if run.config.store is not None else None
     if objects is not None and objects.head(key) is not None:
         return objects.get(key)
     content = named.read_bytes()

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollmill import telemetry
 from rollmill.config import validate_config
@@ -34,6 +34,13 @@ from rollmill.runs.free_ports import free_ports
 from rollmill.runs.saved import FORMAT, SERVICE, read_saved, reading
 from rollmill.storage.objects import Objects, store_of_run
 from rollmill.training.stage import StageSection
+from rollmill.weights.reading.weight_store import WeightStore
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+    from rollmill.trajectories.ledger import Ledger
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 SECRETS = (
     "admin_token",  # administers the gateway, and session keys derive from it
@@ -202,6 +209,28 @@ class RunDirectory:
         """The home store, for reading; None if it is a directory that was not made yet."""
         home = self.home_store
         return None if isinstance(home, Path) and not home.is_dir() else Objects.open(home)
+
+    def objects(self) -> Objects:
+        """The home store, opened; a directory is made if it is not there."""
+        return Objects.open(self.home_store)
+
+    def weights(self) -> WeightStore:
+        return WeightStore(self.objects())
+
+    def database(self) -> sa.Engine:
+        from rollmill.storage.database import open_database  # not every role has a database
+
+        return open_database(self.database_url)
+
+    def trajectories(self) -> TrajectoryStore:
+        from rollmill.trajectories.trajectory_store import TrajectoryStore
+
+        return TrajectoryStore(self.database(), self.objects())
+
+    def ledger(self, stage: StageSection) -> Ledger:
+        from rollmill.trajectories.ledger import Ledger
+
+        return Ledger(self.database(), self.stage_key(stage))
 
     @property
     def tokenizer(self) -> Path:

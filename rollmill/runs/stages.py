@@ -90,10 +90,8 @@ def is_last(run: RunDirectory, stage: StageSection, step: int | None) -> bool:
     training may have ended before the last step of the settings, because nothing was left to take."""
     if not step or not isinstance(stage, RolloutSettings):
         return step == stage.steps
-    from rollmill.storage.database import open_database
-    from rollmill.trajectories.ledger import Ledger
 
-    ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+    ledger = run.ledger(stage)
     return ledger.committed() == step and (step == stage.steps or ledger.is_spent(stage.pace(stage.steps)))
 
 
@@ -114,7 +112,7 @@ def is_recorded(run: RunDirectory, objects: Objects, evaluation: Evaluation, num
 
 def left_to_evaluate(run: RunDirectory, stage: StageSection) -> list[Evaluation]:
     """The evaluations of a stage that has no step left to train."""
-    objects = Objects.open(run.home_store)
+    objects = run.objects()
     last = last_version(WeightStore(objects), stage, run.config.form)
     return [
         each

@@ -18,9 +18,9 @@ import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import RollmillError
-from rollmill.launch.fork_server import Nursery
+from rollmill.launch import launcher
+from rollmill.launch.fork_server import ForkServer
 from rollmill.launch.launcher import TERMINATED
-from rollmill.launch.launchers import local
 from rollmill.launch.launchers.local import LocalLauncher
 from rollmill.launch.role_inputs import hand_to
 from rollmill.launch.services import while_watching
@@ -89,7 +89,7 @@ def test_a_service_that_dies_is_restarted_at_the_same_address(
     assert pid_of(run, "store") is None and not answers(run)
 
 
-def test_when_the_nursery_dies_its_roles_are_restarted(run: RunDirectory, cluster: LocalLauncher) -> None:
+def test_when_the_fork_server_dies_its_roles_are_restarted(run: RunDirectory, cluster: LocalLauncher) -> None:
     cluster.start("store", service=True)
     until(lambda: answers(run), cluster)
     store = pid_of(run, "store")
@@ -119,7 +119,7 @@ def test_a_role_that_exits_with_0_is_not_restarted(run: RunDirectory, cluster: L
 def test_too_many_restarts_end_the_run_with_the_end_of_the_log(
     run: RunDirectory, cluster: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(launcher, "MAX_RESTARTS", 1)
     with socket.socket() as other:
         other.bind(("127.0.0.1", run.ports["store"]))
         other.listen()
@@ -145,8 +145,8 @@ def test_the_cause_is_told_also_if_other_lines_follow_it(tmp_path: Path) -> None
 def test_a_role_that_ran_long_starts_with_a_fresh_count_of_restarts(
     run: RunDirectory, cluster: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_RESTARTS", 1)
-    monkeypatch.setattr(local, "STEADY_S", 0.0)
+    monkeypatch.setattr(launcher, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(launcher, "STEADY_S", 0.0)
     cluster.start("store", service=True)
     for _ in range(2):  # one more than it may be restarted
         killed = kill(run, "store")
@@ -173,12 +173,12 @@ def test_a_log_that_cannot_be_opened(run: RunDirectory, cluster: LocalLauncher, 
 
 
 def test_a_log_that_is_removed_while_its_process_dies(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
-    """The nursery is told to open a log in a directory that is gone by then."""
-    nursery = Nursery()
+    """The server is told to open a log in a directory that is gone by then."""
+    server = ForkServer()
     log = run.path / "gone" / "store.log"
-    child = nursery.start("store", hand_to(run, "store"), (), name="rollmill store", environment={}, log=log)
+    child = server.start("store", hand_to(run, "store"), (), name="rollmill store", environment={}, log=log)
     assert child.wait(60.0) == 1
-    nursery.close()
+    server.close()
     [line] = capfd.readouterr().err.splitlines()
     assert line == f"rollmill: {log} cannot be opened: No such file or directory"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.launch.fork_server import Child, Nursery
+from rollmill.launch.fork_server import Child, ForkServer
 from rollmill.launch.launcher import FINAL
 from rollmill.launch.launchers.local import LocalLauncher, _end_all
 from rollmill.launch.rank_processes import begin_run, outside_rank, outside_world, places
@@ -51,7 +51,7 @@ class OfCode(Child):
     """A child that runs a line of Python."""
 
     def __init__(self, code: str) -> None:
-        super().__init__(Nursery(), 0)
+        super().__init__(ForkServer(), 0)
         self._process = subprocess.Popen([sys.executable, "-c", code])
 
     def poll(self) -> int | None:

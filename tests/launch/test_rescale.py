@@ -9,7 +9,7 @@ import pytest
 from rollmill.errors import ConfigError
 from rollmill.launch import rescale as scale
 from rollmill.launch.devices import VARIABLE
-from rollmill.launch.launchers.local import LocalLauncher, RoleProcess
+from rollmill.launch.launchers.local import LocalLauncher, LocalRole
 from rollmill.launch.rescale import Engines, ask_scale, read_scale, scaled
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.objects import Objects
@@ -80,7 +80,7 @@ GPUS = ("device=auto", "engines=[{gpus=1}]")
 class Unstarted(LocalLauncher):
     """A launcher on this machine that gives out GPUs, and starts nothing on them: only their names exist."""
 
-    def _spawn(self, role: RoleProcess) -> None:
+    def _spawn(self, role: LocalRole) -> None:
         pass
 
     @property

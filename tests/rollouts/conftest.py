@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,3 +21,7 @@ async def world(
 ) -> AsyncIterator[World]:
     async with open_world(tmp_path, tokenizer, host) as world:
         yield world
+        for task in asyncio.all_tasks():  # a test that failed may have left its dispatcher, which would go on for ever
+            if getattr(task.get_coro(), "__qualname__", "") == "Dispatcher.run":
+                task.cancel()
+                await asyncio.wait([task])

@@ -22,8 +22,6 @@ from rollmill.kinds import build
 from rollmill.machines.machine import Machine, MachineSection, Process
 from rollmill.rollouts.hand_in import load_hand_in
 from rollmill.runs.opening import open_with_index
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 _KEPT = 1 << 18  # bytes of output that a machine keeps: of a flood between two looks the middle is not shown
@@ -48,8 +46,8 @@ async def machine_of(image: str, kind: str) -> AsyncIterator[Machine]:
 async def machine_of_episode(run_dir: Path, trajectory: str) -> AsyncIterator[Machine]:
     """As graders get it: the files of the task, and over them what the episode handed in."""
     run = open_with_index(run_dir)
-    objects = Objects.open(run.home_store)
-    row = TrajectoryStore(open_database(run.database_url), objects).get(trajectory)
+    objects = run.objects()
+    row = TrajectoryStore(run.database(), objects).get(trajectory)
     if row.submission_key is None:
         raise ConfigError(f"the episode {trajectory} handed in nothing", hint="`rollmill trajectories show` tells why")
     given, task = load_hand_in(objects, row.submission_key), build_tasks(run.config).get(row.task_id)

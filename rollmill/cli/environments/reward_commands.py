@@ -21,8 +21,6 @@ from rollmill.rollouts.hand_in import graded_episode, load_hand_in
 from rollmill.rollouts.regrade import Regraded, Regrading
 from rollmill.runs.opening import open_with_index
 from rollmill.runs.run import RunDirectory
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
 from rollmill.trajectories.gradings import begin_grading
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -95,8 +93,8 @@ async def _measure(
     run: RunDirectory, sections: tuple[RewardSection, ...], count: int, filler: int
 ) -> list[tuple[str, list[Bias]]]:
     judges = [each for each in map(build, sections) if isinstance(each, Judge)]
-    objects = Objects.open(run.home_store)
-    store = TrajectoryStore(open_database(run.database_url), objects)
+    objects = run.objects()
+    store = TrajectoryStore(run.database(), objects)
     rows = [
         row for row in store.find(TrajectoryQuery(state="graded", of_run=run.id, limit=count)) if row.submission_key
     ]
@@ -121,7 +119,7 @@ async def _replay(
     run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool, changed_tasks: bool
 ) -> tuple[int | None, list[Regraded]]:
     """The number of the new grading, and its groups."""
-    engine, objects = open_database(run.database_url), Objects.open(run.home_store)
+    engine, objects = run.database(), run.objects()
     store = TrajectoryStore(engine, objects)
     tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
     groups = list(dict.fromkeys((row.run, row.group_id) for row in store.find(query)))

@@ -17,7 +17,6 @@ from rollmill.gateway.sessions.session_overview import describe_segments, descri
 from rollmill.gateway.sessions.sessions import Session
 from rollmill.runs.opening import open_with_index
 from rollmill.runs.run import RunDirectory
-from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import CUT
@@ -104,7 +103,7 @@ def _open_sessions(run: RunDirectory) -> list[Session]:
 def _ended(run: RunDirectory, count: int, still_open: set[str]) -> list[dict[str, Any]]:
     if not count or (run.config.database is None and not (run.path / "mill.db").exists()):
         return []
-    rows = TrajectoryStore(open_database(run.database_url), Objects.open("memory://")).list(limit=count * 4)
+    rows = TrajectoryStore(run.database(), Objects.open("memory://")).list(limit=count * 4)
     return [
         {
             "trajectory": row.id,

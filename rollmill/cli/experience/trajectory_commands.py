@@ -311,8 +311,8 @@ async def _forget_open(run: RunDirectory, user: str) -> int:
     logs = [log for log in run.session_logs if log.exists()]
     if not logs:
         return 0
-    objects = Objects.open(run.home_store)
-    store = TrajectoryStore(open_database(run.database_url), objects)
+    objects = run.objects()
+    store = TrajectoryStore(run.database(), objects)
     try:
         return sum([await forget_in_log(log, run.secrets["admin_token"], user, store, objects) for log in logs])
     except GatewayError:  # they run, and ask each other
@@ -336,7 +336,7 @@ def _open(
     run = open_with_index(run_dir or _runs()[0])
     if run.config.database is None and not (run.path / "mill.db").exists():
         raise ConfigError(f"{run.path} has no trajectories yet", hint="they appear when its first rollouts start")
-    return run, TrajectoryStore(open_database(run.database_url), Objects.open(objects or run.home_store))
+    return run, TrajectoryStore(run.database(), Objects.open(objects or run.home_store))
 
 
 def _runs() -> list[Path]:

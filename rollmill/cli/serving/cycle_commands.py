@@ -17,7 +17,6 @@ from rollmill.launch.extend import change_cycle
 from rollmill.realtime.cycle import CycleDriver, left_out
 from rollmill.runs.cycle_journal import Cycle, Journal
 from rollmill.runs.opening import open_with_index
-from rollmill.storage.database import open_database
 
 app = typer.Typer()
 UNFOLDED = 10_000  # columns: a file or a program gets one line per move
@@ -149,4 +148,4 @@ def _figures(facts: dict[str, Any]) -> list[str]:
 
 def _journal(directory: Path) -> Journal:
     run = open_with_index(directory)
-    return Journal(open_database(run.database_url), run.id)
+    return Journal(run.database(), run.id)

@@ -16,7 +16,6 @@ from rollmill.cli.target import find_target
 from rollmill.evals.gate import GateConfig
 from rollmill.realtime.gate_run import LIVE, require_gate, run_gate
 from rollmill.runs.opening import open_with_index
-from rollmill.storage.objects import Objects
 from rollmill.weights.reading.channels import Channels
 
 HELD = 3  # exit code
@@ -52,12 +51,12 @@ def gate(
     run = open_with_index(directory)
     suite = limited_suite(run.config.evals, tasks, attempts)
     wanted = find_target(run, candidate)
-    now = Channels(Objects.open(run.home_store)).get(LIVE)
+    now = Channels(run.objects()).get(LIVE)
     # the first live version is compared with itself: only the bar decides
     live = wanted if against == LIVE and now is None else find_target(run, against)
     counts = suite == run.config.evals and live.version == (now or wanted.version)
     if run.config.gate is not None:
-        require_gate(Objects.open(run.home_store))
+        require_gate(run.objects())
     with Console(stderr=True).status(f"{wanted.version} against {live.version}"):
         verdict = run_gate(run, live, wanted, suite, run.config.gate or GateConfig(), again=again, record=counts)
     if not counts:

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from rollmill.gateway.access.keys import Key, KeyStore
 from rollmill.runs.opening import open_with_index
-from rollmill.storage.database import open_database
 
 app = typer.Typer()
 
@@ -109,7 +108,7 @@ def revoke(
 
 def _store(run_dir: Path) -> KeyStore:
     run = open_with_index(run_dir)
-    return KeyStore(open_database(run.database_url), run.id)
+    return KeyStore(run.database(), run.id)
 
 
 def _state(key: Key) -> str:

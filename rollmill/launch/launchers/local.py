@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollmill import telemetry
-from rollmill.backoff import Backoff
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.launch.devices import VARIABLE, give_out, present_gpus
-from rollmill.launch.fork_server import Child, Nursery
-from rollmill.launch.launcher import FINAL, MAX_RESTARTS, STEADY_S
+from rollmill.launch.fork_server import Child, ForkServer
+from rollmill.launch.launcher import FINAL, Role
 from rollmill.launch.rank_processes import outside_world, places, rank_name
 from rollmill.launch.role_inputs import hand_to
 from rollmill.runs.exits import STOP_PATIENCE_S, describe_exit, last_words
@@ -29,7 +27,6 @@ from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.shared.beacon import driven_elsewhere
 from rollmill.runs.shared.presence import Presence
 from rollmill.runs.trust import check_tls
-from rollmill.storage.objects import Objects
 
 RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
 COMMAND = "from rollmill.cli.main import main; main()"
@@ -37,19 +34,8 @@ DETACH_PATIENCE_S = 60.0  # for a supervisor in the background to take the run's
 
 
 @dataclass
-class RoleProcess:
-    """The child process of a role, or several ranks that start and end together, as under torchrun. `ended`: all
-    exited with 0, the work is done. A service never ends by itself: whenever it exits it is restarted."""
-
-    name: str
-    arguments: tuple[str, ...]
-    threads: int
-    service: bool
-    ranks: int
-    processes: list[Child] = field(default_factory=list)
-    started_at: float = 0.0
-    backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 3.0))  # counts the restarts
-    ended: bool = False
+class LocalRole(Role):
+    processes: list[Child] = field(default_factory=list)  # one per rank
 
 
 class Local:
@@ -101,18 +87,18 @@ class Local:
         if by is not None:
             terminate(by)
         elif driven_elsewhere(run) is not None:
-            Presence(Objects.open(run.home_store)).ask_to_stop()
+            Presence(run.objects()).ask_to_stop()
 
 
 class LocalLauncher:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._roles: dict[str, RoleProcess] = {}
-        self._nursery = Nursery()
+        self._roles: dict[str, LocalRole] = {}
+        self._fork_server = ForkServer()
         self._gpus = self._give_out(run, {})
 
     def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False, ranks: int = 1) -> None:
-        process = RoleProcess(role, arguments, threads, service, ranks)
+        process = LocalRole(role, arguments, threads, service, ranks)
         self._roles[role] = process
         self._spawn(process)
 
@@ -145,7 +131,7 @@ class LocalLauncher:
     def stop(self) -> None:
         """Stop all processes."""
         self.stop_roles()
-        self._nursery.close()
+        self._fork_server.close()
 
     def stop_roles(self) -> None:
         """Send SIGTERM to all roles; kill what is left after STOP_PATIENCE_S. Others may be started afterwards."""
@@ -157,12 +143,10 @@ class LocalLauncher:
             return {}
         return give_out(run.config, present_gpus(), trains=not run.service_of, held=held)
 
-    def _restart(self, role: RoleProcess, rank: int, code: int) -> None:
+    def _restart(self, role: LocalRole, rank: int, code: int) -> None:
         """All ranks have exited; `rank` is the one whose log says why."""
-        if time.monotonic() - role.started_at > STEADY_S:
-            role.backoff.reset()
         # torchrun restarts ranks on all machines together: a restart here would leave the others behind
-        if code == FINAL or role.backoff.failures >= MAX_RESTARTS or (outside_world() and not role.service):
+        if not role.may_restart(code) or (outside_world() and not role.service):
             name = rank_name(role.name, rank)
             hint = f"the rest is in {self._run.logs / (name + '.log')}"
             if self._run.service_of is None:
@@ -170,17 +154,15 @@ class LocalLauncher:
             raise RollmillError(
                 f"process {name!r} {describe_exit(code)}: {last_words(self._run.logs, name)}", hint=hint
             )
-        pause = role.backoff.failed()
-        telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.backoff.failures)
-        time.sleep(pause)
+        role.wait_for_restart(code)
         self._spawn(role)
 
-    def _spawn(self, role: RoleProcess) -> None:
+    def _spawn(self, role: LocalRole) -> None:
         role.started_at = time.monotonic()
         role.processes = []
         for rank, place in enumerate(places(role.ranks)):
             name = rank_name(role.name, rank)
-            process = self._nursery.start(
+            process = self._fork_server.start(
                 role.name,
                 hand_to(self._run, role.name),
                 role.arguments,
@@ -190,7 +172,7 @@ class LocalLauncher:
             )
             role.processes.append(process)
 
-    def _devices(self, role: RoleProcess) -> dict[str, str]:
+    def _devices(self, role: LocalRole) -> dict[str, str]:
         return {VARIABLE: ",".join(self._gpus[role.name])} if role.name in self._gpus else {}
 
     def _open_log(self, name: str) -> Path:

@@ -1,15 +1,15 @@
 """A run on a Ray cluster: Ray decides where each process runs, and starts it again elsewhere when its node is lost.
 
-    `rollmill train`  ──►  supervisor  ──►  a keeper per process  ──►  role process: forked by the nursery of its node
-                           actor            actor                      logs and events ──► the run's store
+    `rollmill train`  ──►  supervisor  ──►  actor per process  ──►  role process, forked by the fork server of its node
+                           actor                                    logs and events ──► the run's store
 
 Actors are detached: the command may leave. The supervisor is what the command is on one host: it drives the stages, and
-restarts role processes that exit. A keeper whose node is lost comes back on another node without its process, and the
+restarts role processes that exit. An actor whose node is lost comes back on another node without its process, and the
 supervisor starts the process there; while the supervisor itself is away, the processes go on. Roles meet in the run's
 stores, so they need no directory of another host. What a node keeps is a cache, or a log that may be lost.
 
-Here is what a command asks of the cluster; ray_roles.py is the supervisor's side; supervisor.py and keeper.py run on
-the nodes.
+Here is what a command asks of the cluster; ray_roles.py is the supervisor's side; supervisor.py and node_process.py
+run on the nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.shared.outbox import bring
 from rollmill.runs.shared.presence import Presence
 from rollmill.runs.trust import check_tls
-from rollmill.storage.objects import Objects
 
 
 class RayConfig(Config):
@@ -89,7 +88,7 @@ class Ray:
     def submit(self, run: RunDirectory) -> None:
         from rollmill.runs.prepare import is_prepared
 
-        ray, presence = connect(self.config.address), Presence(Objects.open(run.home_store))
+        ray, presence = connect(self.config.address), Presence(run.objects())
         if presence.where() is not None:
             return
         describe_run(run)
@@ -106,10 +105,10 @@ class Ray:
             raise RollmillError(f"{run.path} was not started: {str(error).strip()[-600:]}") from None
 
     def collect(self, run: RunDirectory) -> str | None:
-        objects = Objects.open(run.home_store)
+        objects = run.objects()
         where = Presence(objects).where()
         bring(objects, run.path)  # after it: a supervisor sends the last lines before it leaves
         return where
 
     def halt(self, run: RunDirectory) -> None:
-        Presence(Objects.open(run.home_store)).ask_to_stop()
+        Presence(run.objects()).ask_to_stop()

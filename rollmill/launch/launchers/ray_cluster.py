@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollmill.backoff import Backoff
 from rollmill.errors import ConfigError
-from rollmill.launch.launchers.keeper import NODE
+from rollmill.launch.launchers.node_process import NODE
 
-if TYPE_CHECKING:  # a keeper imports this module, and a new engine waits for it
+if TYPE_CHECKING:  # an actor imports this module, and a new engine waits for it
     from rollmill.runs.run import RunConfig, RunDirectory
 
 NAMESPACE = "rollmill"

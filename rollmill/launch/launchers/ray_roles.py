@@ -1,9 +1,9 @@
-"""The roles of a run as its supervisor sees them on Ray: asks Ray for a keeper per process, and watches the keepers.
+"""The roles of a run as its supervisor sees them on Ray: asks Ray for an actor per process, and watches the actors.
 
-keeper not there        its node is lost: Ray starts it again on another node, without its process
-keeper without process  `watch` starts the process there
+actor not there        its node is lost: Ray starts it again on another node, without its process
+actor without process  `watch` starts the process there
 process has ended       `watch` starts it again, as on one host
-keeper died for good    somebody killed it, or it could not start: `watch` asks Ray for another one
+actor died for good    somebody killed it, or it could not start: `watch` asks Ray for another one
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollmill import telemetry
-from rollmill.backoff import Backoff
 from rollmill.errors import RollmillError
-from rollmill.launch.launcher import FINAL, MAX_RESTARTS, STEADY_S
-from rollmill.launch.launchers.keeper import Keeper
+from rollmill.launch.launcher import FINAL, Role
+from rollmill.launch.launchers.node_process import NodeProcess
 from rollmill.launch.launchers.ray_cluster import (
     NAMESPACE,
     REGION,
@@ -36,14 +35,14 @@ from rollmill.launch.role_inputs import hand_to
 from rollmill.runs.exits import STOP_PATIENCE_S, describe_exit
 from rollmill.runs.run import RunDirectory
 
-LOOK_S = 0.5  # between two looks at all keepers
+LOOK_S = 0.5  # between two looks at all actors
 PLACE_S = 600.0  # for a supervisor, or the ranks of a trainer, to get their places
-Answer = tuple[str | None, int | None, str]  # of `Keeper.poll`
+Answer = tuple[str | None, int | None, str]  # of `NodeProcess.poll`
 
 
 @dataclass
-class PlacedKeeper:
-    """A keeper as the supervisor sees it."""
+class ProcessHandle:
+    """An actor as the supervisor sees it."""
 
     actor: Any
     asked: Any = None  # a question that it has not answered yet
@@ -51,29 +50,19 @@ class PlacedKeeper:
 
 
 @dataclass
-class RoleActors:
-    """The keepers of a role: one, or one per rank. All ranks start and end together."""
-
-    name: str
-    arguments: tuple[str, ...]
-    threads: int
-    service: bool
-    ranks: int
-    doing: str
-    keepers: list[PlacedKeeper] = field(default_factory=list)
+class RayRole(Role):
+    doing: str = ""  # digest of what it is started with
+    handles: list[ProcessHandle] = field(default_factory=list)  # of its actors, one per rank
     group: Any = None  # the placement group of several ranks
-    started_at: float = 0.0
-    backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 3.0))  # counts the restarts
-    ended: bool = False
 
 
 class RayLauncher:
     def __init__(self, run: RunDirectory, ray: Any, scratch: str, labels: Mapping[str, Mapping[str, str]]) -> None:
         self._run = replace(run, ports={})  # every process takes a free port of its node
         self._ray, self._scratch, self._labels = ray, scratch, labels
-        self._roles: dict[str, RoleActors] = {}
+        self._roles: dict[str, RayRole] = {}
         self._regions = regions_of(ray)
-        self._earlier = set(self._named())  # keepers that an earlier supervisor of the run left
+        self._earlier = set(self._named())  # actors that an earlier supervisor of the run left
         self._looked = 0.0
 
     def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False, ranks: int = 1) -> None:
@@ -81,7 +70,7 @@ class RayLauncher:
         it still runs. If not, its start is a restart, and recorded."""
         tree = {**self._run.config.model_dump(mode="json"), "engines": None}  # their number may change meanwhile
         doing = hashlib.sha256(json.dumps([role, arguments, threads, ranks, tree]).encode()).hexdigest()
-        started = RoleActors(role, arguments, threads, service, ranks, doing, started_at=time.monotonic())
+        started = RayRole(role, arguments, threads, service, ranks, time.monotonic(), doing=doing)
         self._roles[role] = started
         self._place(started)
         if role in self._earlier:
@@ -116,19 +105,19 @@ class RayLauncher:
             if not role.ended:
                 self._look(role)
 
-    def _look(self, role: RoleActors) -> None:
+    def _look(self, role: RayRole) -> None:
         try:
-            answers = [answer for keeper in role.keepers if (answer := self._answer(keeper)) is not None]
+            answers = [answer for handle in role.handles if (answer := self._answer(handle)) is not None]
         except self._ray.exceptions.ActorDiedError as error:
-            self._count(role, f"{role.name!r} has no keeper", str(error), -signal.SIGKILL)
+            self._count(role, f"{role.name!r} has no actor", str(error), -signal.SIGKILL)
             self._place(role)
             self._begin(role, again=role.ranks > 1)
             return
         if len(answers) < role.ranks:
-            return  # a node may be lost: ranks that exit because of it begin again when its keeper is back
+            return  # a node may be lost: ranks that exit because of it begin again when its actor is back
         codes = [code for _, code, _ in answers]
         failed = [rank for rank, code in enumerate(codes) if code is not None and (code != 0 or role.service)]
-        if any(doing != role.doing for doing, _, _ in answers):  # a keeper has come back without its process
+        if any(doing != role.doing for doing, _, _ in answers):  # an actor has come back without its process
             if self._begin(role, again=role.ranks > 1):
                 telemetry.emit("restart", target=role.name, exit_code=-signal.SIGKILL, restarts=role.backoff.failures)
         elif failed:
@@ -141,41 +130,37 @@ class RayLauncher:
         elif all(code == 0 for code in codes):
             role.ended = True
 
-    def _answer(self, keeper: PlacedKeeper) -> Answer | None:
-        """The newest answer of a keeper to `poll`, which it may have given at an earlier look. Raises Ray's
+    def _answer(self, handle: ProcessHandle) -> Answer | None:
+        """The newest answer of an actor to `poll`, which it may have given at an earlier look. Raises Ray's
         ActorDiedError if Ray does not bring it back."""
-        if keeper.asked is None:
-            keeper.asked = keeper.actor.poll.remote()
-        if self._ray.wait([keeper.asked], timeout=0.0)[0]:
-            asked, keeper.asked = keeper.asked, None
+        if handle.asked is None:
+            handle.asked = handle.actor.poll.remote()
+        if self._ray.wait([handle.asked], timeout=0.0)[0]:
+            asked, handle.asked = handle.asked, None
             try:
-                keeper.answer = self._ray.get(asked)
+                handle.answer = self._ray.get(asked)
             except self._ray.exceptions.ActorDiedError:
                 raise
             except self._ray.exceptions.RayError:  # its node is lost or cut off: Ray brings it back
-                keeper.answer = None
-        return keeper.answer
+                handle.answer = None
+        return handle.answer
 
-    def _count(self, role: RoleActors, what: str, why: str, code: int) -> None:
+    def _count(self, role: RayRole, what: str, why: str, code: int) -> None:
         """One more restart of a role, after a pause. Raises RollmillError if there were too many."""
-        if time.monotonic() - role.started_at > STEADY_S:
-            role.backoff.reset()
-        if code == FINAL or role.backoff.failures >= MAX_RESTARTS:
+        if not role.may_restart(code):
             raise RollmillError(
                 f"{what}: {why.strip()[-600:]}",
                 hint=f"`rollmill logs RUN {role.name}` shows the rest; once it is fixed, `rollmill train --resume RUN`",
             )
-        pause = role.backoff.failed()
-        telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.backoff.failures)
-        time.sleep(pause)
+        role.wait_for_restart(code)
 
-    def _place(self, role: RoleActors) -> None:
-        """Ask Ray for the keepers of a role: ranks near each other, engines far from each other."""
+    def _place(self, role: RayRole) -> None:
+        """Ask Ray for the actors of a role: ranks near each other, engines far from each other."""
         selector, needs = self._selector(role.name), self._needs(role)
         strategy: Any = "SPREAD" if "-" in role.name else "DEFAULT"  # engines, and all but the first of other roles
         if role.ranks > 1:
             role.group = self._group(role, needs, selector)
-        role.keepers = []
+        role.handles = []
         for rank in range(role.ranks):
             name = rank_name(role.name, rank)
             if role.group is not None:
@@ -185,11 +170,11 @@ class RayLauncher:
             options = {**actor_options(self._run, name), **needs, "scheduling_strategy": strategy}
             if selector and role.group is None:
                 options["label_selector"] = selector
-            keeper = self._ray.remote(Keeper).options(**options, get_if_exists=True)
-            actor = keeper.remote(self._run.id, str(self._run.home_store), name, self._scratch, node_address)
-            role.keepers.append(PlacedKeeper(actor))
+            remote = self._ray.remote(NodeProcess).options(**options, get_if_exists=True)
+            actor = remote.remote(self._run.id, str(self._run.home_store), name, self._scratch, node_address)
+            role.handles.append(ProcessHandle(actor))
 
-    def _group(self, role: RoleActors, needs: dict[str, float], selector: dict[str, str]) -> Any:
+    def _group(self, role: RayRole, needs: dict[str, float], selector: dict[str, str]) -> Any:
         util, name = self._ray.util, f"{self._run.id}/{role.name}"
         with contextlib.suppress(ValueError):
             return util.get_placement_group(name)
@@ -198,7 +183,7 @@ class RayLauncher:
         selectors = [selector] * role.ranks if selector else None
         return util.placement_group(bundles, "PACK", name, lifetime="detached", bundle_label_selector=selectors)
 
-    def _needs(self, role: RoleActors) -> dict[str, float]:
+    def _needs(self, role: RayRole) -> dict[str, float]:
         """CPUs and GPUs of each of its processes."""
         config, kind = self._run.config, role.name.partition("-")[0]
         gpus = 0
@@ -217,26 +202,26 @@ class RayLauncher:
             region, kind, own = table.region, f"engine-{table.region}", table.labels
         return {**({REGION: region} if self._regions else {}), **self._labels.get(kind, {}), **own}
 
-    def _begin(self, role: RoleActors, *, again: bool) -> bool:
-        """Start the processes of a role. Returns False if a keeper cannot be reached now: then `watch` tries again."""
+    def _begin(self, role: RayRole, *, again: bool) -> bool:
+        """Start the processes of a role. Returns False if an actor cannot be reached now: then `watch` tries again."""
         role.started_at = time.monotonic()
-        for keeper in role.keepers:
-            keeper.asked = keeper.answer = None  # an answer from before counts no more
+        for handle in role.handles:
+            handle.asked = handle.answer = None  # an answer from before counts no more
         handed = hand_to(self._run, role.name)
         places_ = self._meet(role) if role.ranks > 1 else [{}]
         if places_ is None:
             return False
         if again and role.ranks > 1:
-            self._wait([keeper.actor.end.remote(0.0) for keeper in role.keepers], STOP_PATIENCE_S)
-        for keeper, place in zip(role.keepers, places_, strict=True):
+            self._wait([handle.actor.end.remote(0.0) for handle in role.handles], STOP_PATIENCE_S)
+        for handle, place in zip(role.handles, places_, strict=True):
             environment = {"OMP_NUM_THREADS": str(role.threads), **place}
-            keeper.actor.begin.remote(role.doing, role.name, handed, role.arguments, environment, again)
+            handle.actor.begin.remote(role.doing, role.name, handed, role.arguments, environment, again)
         return True
 
-    def _meet(self, role: RoleActors) -> list[dict[str, str]] | None:
-        """The environment of each rank; None if the keeper of the first one is lost, until Ray brings it back."""
+    def _meet(self, role: RayRole) -> list[dict[str, str]] | None:
+        """The environment of each rank; None if the actor of the first one is lost, until Ray brings it back."""
         try:
-            host, port = self._ray.get(role.keepers[0].actor.meeting.remote(), timeout=PLACE_S)
+            host, port = self._ray.get(role.handles[0].actor.meeting.remote(), timeout=PLACE_S)
         except self._ray.exceptions.GetTimeoutError as error:
             raise RollmillError(
                 f"{role.name} got no place in the cluster: {str(error).strip()[-300:]}",
@@ -261,8 +246,8 @@ class RayLauncher:
             util = self._ray.util
             util.remove_placement_group(util.get_placement_group(f"{self._run.id}/trainer"))
 
-    def _end(self, roles: Sequence[RoleActors]) -> None:
-        actors = [keeper.actor for role in roles for keeper in role.keepers]
+    def _end(self, roles: Sequence[RayRole]) -> None:
+        actors = [handle.actor for role in roles for handle in role.handles]
         self._wait([actor.end.remote() for actor in actors], 2 * STOP_PATIENCE_S)
         for actor in actors:
             self._ray.kill(actor)
@@ -275,7 +260,7 @@ class RayLauncher:
             self._ray.wait(refs, num_returns=len(refs), timeout=timeout)
 
     def _named(self) -> list[str]:
-        """The roles of this run that Ray has keepers of."""
+        """The roles of this run that Ray has actors of."""
         prefix = f"{self._run.id}/"
         names = [name.removeprefix(prefix) for name in self._ray.util.list_named_actors() if name.startswith(prefix)]
         return [name for name in names if name != "supervisor"]

@@ -19,7 +19,7 @@ from typing import Any
 from rollmill.backoff import Backoff
 from rollmill.errors import StorageError
 from rollmill.launch.launcher import FINAL, MAX_RESTARTS, STEADY_S
-from rollmill.launch.launchers.keeper import NODE
+from rollmill.launch.launchers.node_process import NODE
 from rollmill.launch.parent_death import SUPERVISOR
 from rollmill.launch.role_inputs import take
 from rollmill.runs.exits import describe_exit

@@ -23,8 +23,6 @@ from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.runs.run import RunDirectory, phase
 from rollmill.runs.shared.addresses import gateway_finders
 from rollmill.runs.stages import Evaluation, evaluations, is_recorded, last_version, results_key
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
 from rollmill.tls import trust
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.claims import Claims
@@ -79,7 +77,7 @@ async def _help(run: RunDirectory, stage: StageSection, number: str) -> None:
 def _dispatcher(
     run: RunDirectory, stage: StageSection, pace: Pace, context: RolloutContext, tasks: TaskSet, name: str
 ) -> Dispatcher:
-    key, database = run.stage_key(stage), open_database(run.database_url)
+    key, database = run.stage_key(stage), run.database()
     return Dispatcher(
         context,
         Ledger(database, key),
@@ -136,7 +134,7 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
     config = run.config
     if config.tls is not None:  # `rollmill eval` calls this in its own process
         trust(config.tls.ca)
-    objects = Objects.open(run.home_store)
+    objects = run.objects()
     async with (
         open_environment(config) as environment,
         GatewayClient(gateway_finders(run), run.secrets["rollout_key"]) as gateway,
@@ -148,7 +146,7 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
             grading_machines=environment.grading_machines,
             harness=environment.harness,
             grader=environment.grader,
-            trajectories=TrajectoryStore(open_database(run.database_url), objects),
+            trajectories=TrajectoryStore(run.database(), objects),
             objects=objects,
             line=line,
             timeout_s=config.rollouts.timeout_s,

@@ -22,7 +22,7 @@ from rollmill.weights.regions.mirror import Mirror
 def main(run: RunDirectory, engine_name: str, kind: str, name: str, form: str) -> None:
     line, _, number = name.partition("@")
     spec = run.config.engine_spec(engine_name)
-    store, mirror, engine, region = Objects.open(run.home_store), None, spec.role, spec.region
+    store, mirror, engine, region = run.objects(), None, spec.role, spec.region
     if run.service_of is not None:
         engine = f"{run.path.name}-{engine}"  # leases are held by name: not by that of the training's engine
     elif region != run.config.regions[0]:

@@ -27,8 +27,6 @@ from rollmill.runs.prepare import need_tokenizer
 from rollmill.runs.run import CANARY, RunDirectory
 from rollmill.runs.shared.addresses import announce_gateway, gateway_finders
 from rollmill.runs.trust import server_tls, trusting
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
 from rollmill.tls import server_context
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 
@@ -48,7 +46,7 @@ def main(run: RunDirectory, number: str = "1") -> None:
     format = format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt)
 
     def build(workers: Workers) -> web.Application:
-        objects, database = Objects.open(run.home_store), open_database(run.database_url)
+        objects, database = run.objects(), run.database()
         app = make_app(
             config,
             format,

@@ -7,11 +7,10 @@ from aiohttp import web
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.trust import server_tls
 from rollmill.storage.object_server import object_app
-from rollmill.storage.objects import Objects
 
 
 def main(run: RunDirectory) -> None:
-    app = object_app(Objects.open(run.home_store), run.secrets["store_token"])
+    app = object_app(run.objects(), run.secrets["store_token"])
     web.run_app(
         app,
         host="127.0.0.1",

@@ -18,8 +18,6 @@ from rollmill.models.device import choose_device
 from rollmill.runs.prepare import describe_longer, need_tokenizer, prepare
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.stages import is_trained, last_version
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
 from rollmill.training.choose_placement import place
 from rollmill.training.config import TrainingConfig
 from rollmill.training.loop import Trainer
@@ -34,7 +32,7 @@ from rollmill.weights.reading.weight_store import WeightStore
 
 
 def main(run: RunDirectory, name: str = "") -> None:
-    weights = WeightStore(Objects.open(run.home_store))
+    weights = run.weights()
     if not name:
         prepare(run, weights)
         return
@@ -98,7 +96,7 @@ def _named_parent(run: RunDirectory, stage: StageSection, name: str, weights: We
 def _objective(
     run: RunDirectory, stage: StageSection, weights: WeightStore, training: TrainingConfig, placement: Placement
 ) -> Objective[Any]:
-    config, database = run.config, open_database(run.database_url)
+    config, database = run.config, run.database()
     tokenizer = Tokenizer.load(need_tokenizer(run))
     kind: Stage = build(stage)
     objective = kind.objective(

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from rollmill.errors import StorageError
 from rollmill.runs.free_ports import PORTS, free_ports, is_free
 from rollmill.runs.run import RunDirectory
-from rollmill.storage.objects import Objects
 
 _URL = re.compile(r"https?://[^/?#@\s]{1,300}")
 
@@ -33,7 +32,7 @@ def find_gateway(run: RunDirectory, role: str = "gateway") -> str | None:
     if role in run.ports:
         return run.url(role)
     try:
-        url = json.loads(Objects.open(run.home_store).get(key_of(role)))["url"]
+        url = json.loads(run.objects().get(key_of(role)))["url"]
     except (StorageError, ValueError, LookupError, TypeError):
         return None
     return url if isinstance(url, str) and _URL.fullmatch(url) else None
@@ -56,7 +55,7 @@ def announce_gateway(run: RunDirectory, role: str = "gateway") -> RunDirectory:
     if role in run.ports:
         return run
     run = replace(run, ports={**run.ports, role: _port_before(run, role) or free_ports(1, run.host)[0]})
-    Objects.open(run.home_store).put(key_of(role), json.dumps({"url": run.url(role)}).encode())
+    run.objects().put(key_of(role), json.dumps({"url": run.url(role)}).encode())
     return run
 
 

@@ -18,7 +18,6 @@ from rollmill.runs.opening import describe_run, need_index
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.shared.outbox import Outbox, bring
 from rollmill.runs.shared.presence import LEASE_S, LONGEST, RENEW_S, Presence
-from rollmill.storage.objects import Objects
 
 LOOK_S = 2.0
 _FAILURES = (RollmillError, OSError)  # the store does not answer now, or a file cannot be read: the next look may
@@ -29,7 +28,7 @@ class Beacon(contextlib.AbstractContextManager["Beacon"]):
     was away for so long that another host has taken the run over is stopped: two must not drive it."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run, self._objects = run, Objects.open(run.home_store)
+        self._run, self._objects = run, run.objects()
         self._presence, self._since = Presence(self._objects), time.time()
         self._name = f"process {os.getpid()}{_place(run)}"[:LONGEST]
         self._told = self._asked = False
@@ -113,7 +112,7 @@ def driven_elsewhere(run: RunDirectory) -> str | None:
         return None
     where = None
     with contextlib.suppress(StorageError):
-        objects = Objects.open(run.home_store)
+        objects = run.objects()
         where = _elsewhere(run, Presence(objects))
         bring(objects, run.path)
     return where

@@ -12,9 +12,7 @@ Gateways and engines have ports of their own, which change. They are asked when 
 from __future__ import annotations
 
 import re
-import ssl
 import threading
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -136,16 +134,13 @@ def _metrics_of(scalar: Scalar) -> Iterable[tuple[str, Mapping[str, str], float]
 
 def _ask(run: RunDirectory, role: str) -> str | None:
     """What a role says about itself; None if it does not answer."""
-    from rollmill.runs.trust import trusting
+    from rollmill.runs.trust import ask
 
     try:
-        url, context = f"{run.url(role)}/metrics", trusting(run)
-        if context is None and url.startswith("https:"):
-            context = ssl.create_default_context()
-        with urllib.request.urlopen(url, timeout=PATIENCE_S, context=context) as answer:  # noqa: S310
-            return str(answer.read(MOST_BYTES).decode("utf-8", "replace"))
+        status, body = ask(run, f"{run.url(role)}/metrics", PATIENCE_S, MOST_BYTES)
     except (OSError, KeyError, ValueError):
         return None
+    return body.decode("utf-8", "replace") if status == 200 else None
 
 
 def _merge(families: Families, lines: Iterable[str], labels: str) -> None:

@@ -1,5 +1,5 @@
-"""The keeper of one role process on a node of a cluster, whatever the cluster is. It lives in a process that the
-cluster keeps alive, and needs nothing of the node but its address. All keepers of a run on one node share a nursery.
+"""What keeps one role process on a node of a cluster, whatever the cluster is. It lives in a process that the cluster
+keeps alive (on Ray an actor), and needs nothing of the node but its address. Those of one node share a fork server.
 
 Logs and events go to the run's store every few seconds; the directory on the node is a cache. A new engine waits for
 this module to be imported, so it imports little.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.errors import StorageError
-from rollmill.launch.fork_server import Child, Nursery
+from rollmill.launch.fork_server import Child, ForkServer
 from rollmill.runs.exits import STOP_PATIENCE_S, last_words
 from rollmill.runs.free_ports import free_ports
 from rollmill.runs.shared.outbox import Outbox
@@ -27,7 +27,7 @@ SEND_S = 2.0  # between two sendings of new logs and events
 NODE = "ROLLMILL_NODE_ADDRESS"  # environment variable of a supervisor's process: the address of its node
 
 
-class Keeper:
+class NodeProcess:
     """One role process on its node."""
 
     def __init__(self, run_id: str, store: str, name: str, scratch: str, node_address: Callable[[], str]) -> None:
@@ -35,7 +35,8 @@ class Keeper:
         self._name, self._directory = name, Path(scratch).expanduser() / run_id
         for folder in ("events", "logs"):
             (self._directory / folder).mkdir(parents=True, exist_ok=True)
-        self._nursery = Nursery(self._directory / f"nursery-{self._address}")  # nodes may share the directory
+        # nodes may share the directory
+        self._fork_server = ForkServer(self._directory / f"fork-server-{self._address}")
         self._child: Child | None = None
         self._doing: str | None = None
         self._refused: str | None = None  # why the process could not be started
@@ -62,7 +63,7 @@ class Keeper:
         self.end()
         self._doing = doing
         try:
-            self._child = self._nursery.start(
+            self._child = self._fork_server.start(
                 role,
                 {**handed, "path": str(self._directory), "host": self._address},
                 arguments,
@@ -71,7 +72,7 @@ class Keeper:
                 log=self._directory / "logs" / f"{self._name}.log",
             )
         except (OSError, subprocess.SubprocessError) as error:  # nobody waits for this method: `poll` tells
-            self._refused = f"no nursery on node {self._address}: {error}"
+            self._refused = f"no fork server on node {self._address}: {error}"
 
     def poll(self) -> tuple[str | None, int | None, str]:
         """What it does (None: nothing yet on this node), its exit code, and the end of its log if it has failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 
-from rollmill.launch.timed_lines import Timed
+from rollmill.launch.role import TimedStream
 from rollmill.runs.exits import untimed
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -13,7 +13,7 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
 def test_each_line_begins_with_the_time_and_loses_it_again() -> None:
     below = io.StringIO()
-    stream = Timed(below)
+    stream = TimedStream(below)
     for part in ("one", " line\n", "two\nthr", "ee\n", "\n"):
         assert stream.write(part) == len(part)
     lines = below.getvalue().splitlines()

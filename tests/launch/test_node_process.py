@@ -52,7 +52,7 @@ LATE = object()
 
 
 class StandInRay:
-    """Ray with one actor per name. `answers`: what its keepers answer to each `poll`, and to `meeting`; an exception is
+    """Ray with one actor per name. `answers`: what its actors answer to each `poll`, and to `meeting`; an exception is
     raised, and after LATE it comes at the next look. `placed`: what Ray was asked for, by actor or placement group. It
     has a node in each of `regions`."""
 
@@ -126,10 +126,10 @@ def watched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sta
     return watch
 
 
-def test_a_keeper_that_cannot_start_ends_the_run_and_says_why(watched: Any, run: RunDirectory) -> None:
+def test_a_node_process_that_cannot_start_ends_the_run_and_says_why(watched: Any, run: RunDirectory) -> None:
     died = StandInRay.exceptions.ActorDiedError("PermissionError: '/nowhere'")
     ray = StandInRay(*[died] * (MAX_RESTARTS + 1), named=[])
-    with pytest.raises(RollmillError, match="'gateway' has no keeper: PermissionError: '/nowhere'"):
+    with pytest.raises(RollmillError, match="'gateway' has no actor: PermissionError: '/nowhere'"):
         watched(ray)
     assert ray.begun == 1 + MAX_RESTARTS
     unavailable = StandInRay.exceptions.RayError("its node is lost")  # Ray brings it back, however long that takes
@@ -211,7 +211,7 @@ def test_ranks_that_lose_a_node_begin_again_together(
 
     assert look(runs, lost) == (2, 0)
     assert look(failed, lost) == (2, 0), "it failed because its peer is lost: no restart helps before that is back"
-    assert look(failed, (None, None, ""), lost) == (2, 0), "the first keeper is lost when it is asked where to meet"
+    assert look(failed, (None, None, ""), lost) == (2, 0), "the first actor is lost when it is asked where to meet"
     assert look(failed, (None, None, ""), meeting) == (4, 1)
     assert look(runs, runs) == (4, 1)
     # they end, and their answers come at different looks
