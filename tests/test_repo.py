@@ -153,8 +153,8 @@ FOLDERS = {
 # A new pair needs another name: whoever reads it in an import or a traceback should know which one is meant.
 TWICE = frozenset(
     """
-    app choice client config dispatcher engine environment events files generation hermes host init jsonl keeper
-    kind launch loans loops machine model plan ports reference sampler services settings shell streams tokenizer
+    app choice client config dispatcher engine environment files generation hermes host jsonl kind launch loops
+    machine ports sampler services shell streams tokenizer
     """.split()
 )
 # Their parts still import each other; every other package has an order.

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from rollmill.cli.environment_settings import Settings, read_settings
 from rollmill.cli.environments.rollout_command import SERVED_MODEL, KeyOption, ModelNameOption, ModelOption
 from rollmill.cli.progress import Progress
-from rollmill.cli.settings import Settings, read_settings
 from rollmill.cli.target import VersionOption, find_target
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.evals import evaluation as evals

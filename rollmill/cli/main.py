@@ -67,7 +67,7 @@ COMMANDS = {
         "Serve a model: production traffic through a gateway, every conversation recorded.",
     ),
     "plan": (
-        "plan:plan_run",
+        "plan_command:plan_run",
         "Estimate memory, tokens per second and weight traffic of a run's RL stage on GPUs, and divide them.",
     ),
     "runs": ("runs:runs", "List the runs: state, stage and step, result, age and size."),
@@ -80,7 +80,7 @@ COMMANDS = {
     "stop": ("runs:stop", "Stop everything that uses a run: its training, and what `serve` and `eval` run beside it."),
     "scale": ("runs:scale", "Change how many engines a run has, while it trains."),
     "rm": ("runs:remove", "Delete a run directory with all its weights and trajectories."),
-    "init": ("init:init", "Write a working start for tasks and a reward of your own: change it step by step."),
+    "init": ("init_command:init", "Write a working start for tasks and a reward of your own: change it step by step."),
     "config": ("config:show_settings", "Explain the settings of a RUN.toml: type, default, and what each one does."),
     "doctor": ("doctor:doctor", "Check what this machine has, what it lacks, and what to do about it."),
     "cycle": (
@@ -93,7 +93,7 @@ COMMANDS = {
         "environments.machine_commands:app",
         "Set up virtual machines, and see which kinds of machines work here.",
     ),
-    "model": ("model:app", "Models: get one, look at one, turn a dense one into a mixture of experts."),
+    "model": ("model_commands:app", "Models: get one, look at one, turn a dense one into a mixture of experts."),
     "weights": (
         "weights.weights_commands:app",
         "Versions of the weights: list, compare, verify, export, import, copy and clean up.",

@@ -22,7 +22,7 @@ from rollmill.evals.evaluation import EvalResult
 from rollmill.evals.suite import EvalConfig
 from rollmill.inference.engine_sections import EngineSpec
 from rollmill.launch.launchers.local import LocalLauncher, terminable
-from rollmill.launch.loans import lending
+from rollmill.launch.lending import lending
 from rollmill.runs.free_ports import held_port
 from rollmill.runs.lock import LockTaken, exclusive
 from rollmill.runs.run import CANARY, RunDirectory

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.cli.init import templates
+from rollmill.cli.init_command import templates
 from tests.cli.conftest import Told
 from tests.test_repo import ROOT
 

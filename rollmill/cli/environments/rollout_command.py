@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rollmill.cli.environment_settings import Settings, read_settings
 from rollmill.cli.experience.transcripts import print_grades, print_messages, safe
-from rollmill.cli.settings import Settings, read_settings
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.environments.task import Task
 from rollmill.errors import ConfigError

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from rollmill.cli.settings import Settings, read_settings
+from rollmill.cli.environment_settings import Settings, read_settings
 from rollmill.environments.environment import build_grader
 from rollmill.environments.reward import Reward
 from rollmill.environments.task import Task, TaskSet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollmill.cli.weights import channel, difference, events, files, upkeep, versions
+from rollmill.cli.weights import channel, difference, events_command, files, upkeep, versions
 
 app = typer.Typer()
 app.command("log")(versions.log)
@@ -17,4 +17,4 @@ app.add_typer(channel.app, name="channel")
 app.command("rollback")(channel.rollback)
 app.command("gc")(upkeep.gc)
 app.command("mirror")(upkeep.mirror)
-app.command("events")(events.events)
+app.command("events")(events_command.events)
