@@ -33,8 +33,8 @@ SKIPPED = {".git", ".venv", ".venv-vllm", "build", "dist", "__pycache__"}
 LAYERS = (
     ("errors",),
     ("tls",),
-    ("backoff", "strict", "keepalive", "histogram", "signals"),
-    ("types", "events"),
+    ("backoff", "strict", "keepalive", "histogram"),
+    ("types", "events", "signals"),
     ("config",),
     ("reference", "kinds"),
     ("telemetry",),
