@@ -7,6 +7,7 @@ The caller turns it into the error of its own boundary.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, TypeVar, overload
 
@@ -62,3 +63,9 @@ def describe_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, problem["loc"]))[:200]
     return f"{where}: {problem['msg']}" if where else problem["msg"]
+
+
+def short(value: Any) -> str:
+    """A JSON value in an error message: at most 80 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -101,5 +101,4 @@ class CallStream:
 
 def call_stream(family: CallFamily, closings: Sequence[str]) -> Callable[[str], list[CallPiece]] | None:
     """Reads the calls of an answer while it is sampled; None if the family's calls are only known at their end."""
-    marks: tuple[str, str] | None = getattr(family, "streamed", None)
-    return None if marks is None else CallStream(marks[0], marks[1], closings).push
+    return None if family.streamed is None else CallStream(*family.streamed, closings).push

@@ -14,7 +14,7 @@ from rollmill.chat.tokenizer import Tokenizer
 
 def can_cut(format: ChatFormat) -> bool:
     """Whether an answer of this format can be cut behind its first call."""
-    return getattr(format, "call_mark", None) is not None
+    return format.call_mark is not None
 
 
 class FirstCall:
@@ -24,9 +24,8 @@ class FirstCall:
         self._format = format
         self._tokenizer = tokenizer
         self._tools = tools
-        mark = getattr(format, "call_mark", None)
-        assert mark is not None, "see `can_cut`"
-        self._mark, self._ends = mark.text, mark.ends
+        assert format.call_mark is not None, "see `can_cut`"
+        self._mark, self._ends = format.call_mark
         self._reach = 4 * len(self._mark)  # in tokens: a character is at most four
         self._end: int | None = None  # the number of tokens up to the end of the first call
 

@@ -12,8 +12,9 @@ A conversation grows in two ways only, so nothing in the context is rendered twi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from rollmill.chat.tokenizer import TextStream, Tokenizer
 
@@ -51,7 +52,7 @@ class HistoryRewritten(Exception):
     """With the new messages, the template writes earlier messages differently: their tokens cannot be kept."""
 
 
-class ChatFormat(Protocol):
+class ChatFormat(ABC):
     """`history` is what the context holds so far. A format that writes each message by itself does not need it.
 
     Rendering raises GatewayError if the model's template refuses the messages.
@@ -60,11 +61,16 @@ class ChatFormat(Protocol):
     name: str
     stop_tokens: tuple[int, ...]
     document: DocumentMarks
+    call_mark: CallMark | None = None  # None if calls cannot be told apart before the answer has ended
+    single_call = False  # whether an answer has at most one call
+    text_marks = ("", "")  # rules for what stands before and behind the text of an answer, as llguidance reads them
+    reasons_first = False  # whether the generation prompt ends inside reasoning
 
+    @abstractmethod
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """The whole prompt, ending with the generation prompt."""
-        ...
 
+    @abstractmethod
     def render_turn(
         self,
         messages: Sequence[Message],
@@ -78,22 +84,25 @@ class ChatFormat(Protocol):
 
         `history` ends with the answer, and `answer` is its tokens. Raises HistoryRewritten.
         """
-        ...
 
+    @abstractmethod
     def render_answer(self, message: Message, tools: Sequence[Tool], *, history: Sequence[Message] = ()) -> list[int]:
         """An assistant message as the model would sample it, with its closing token. Training on messages uses it."""
-        ...
 
+    @abstractmethod
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
         """Sampled tokens as an assistant message. Never raises: a malformed call stays a call.
 
         Reasoning becomes `reasoning_content`, a key that is missing where there is none.
         """
-        ...
 
+    @abstractmethod
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
         """Streams the text part of an answer while it is sampled, up to the first of `stops`."""
-        ...
+
+    @abstractmethod
+    def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
+        """Rules for `calls`, as llguidance reads them: one or more calls of these tools, one if `single`."""
 
 
 class Thinking(NamedTuple):

@@ -15,7 +15,7 @@ from rollmill.chat.format import Message, Thinking, Tool, assistant_message
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import CallFamily, FramedText, closings_of
+from rollmill.chat.tool_calls import CallFamily
 
 THINKING = (
     Thinking("<think>", "</think>"),
@@ -118,7 +118,7 @@ def find_abilities(writer: Writer, tokenizer: Tokenizer, stops: Sequence[int]) -
     closing = _find_closing(writer, tokenizer)
     writer = _with(writer, system=_SYSTEM["content"] in _tried(writer, [_SYSTEM, _USER], []))
     writer = _with(writer, tools="probe_call" in _tried(writer, [_USER], [_TOOL]))
-    writer = _with_calls(writer, tokenizer, {closing, *stops, *closings_of(writer.family, tokenizer)})
+    writer = _with_calls(writer, tokenizer, {closing, *stops, *writer.family.closing_tokens(tokenizer)})
     after = _tried(writer, [_USER, _CALL, _RESULT], [_TOOL])
     writer = _with(writer, results=_RESULT["content"] in after)
     if writer.thinking is not None and writer.thinking.opened:
@@ -159,8 +159,8 @@ def _opens(thinking: Thinking, prompt: str, tokenizer: Tokenizer) -> bool:
 def _find_closing(writer: Writer, tokenizer: Tokenizer) -> int:
     """The special token behind the text of an answer."""
     tokens = _answer_tokens(writer, assistant_message(_TEXT, []), [], tokenizer)
-    inside = writer.family.frame_ends if isinstance(writer.family, FramedText) else ()
-    ends = tokenizer.special_ids - {tokenizer.special[mark] for mark in inside if mark in tokenizer.special}
+    inside = [mark for mark in writer.family.frame_ends if mark in tokenizer.special]
+    ends = tokenizer.special_ids - {tokenizer.special[mark] for mark in inside}
     special = [at for at, token in enumerate(tokens) if token in ends]
     if not special:
         raise TemplateFailed("it closes an answer with no special token, so a model could not end one")
@@ -214,7 +214,7 @@ def _call_variants(can: Abilities) -> Iterator[Abilities]:
 
 
 def _with_reasoning(writer: Writer) -> Writer:
-    if isinstance(writer.family, FramedText):  # reasoning has no place inside the frame of the text
+    if writer.family.frames:  # reasoning has no place inside the frame of the text
         call = {**_CALL, "reasoning_content": _REASONING}
         return _with(writer, reasoning="field" if _REASONING in _tried(writer, [_USER, call], [_TOOL]) else "none")
     message = assistant_message(_TEXT, [], _REASONING)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
@@ -22,46 +23,40 @@ _KEYS = ("arguments", "parameters")
 CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
-class CallFamily(Protocol):
+class CallFamily(ABC):
     name: str
     ends: tuple[str, ...]  # marks that end the text of an answer
-    silent: tuple[str, ...]  # an answer that begins with one of these may be a call as a whole
+    silent: tuple[str, ...] = ()  # an answer that begins with one of these may be a call as a whole
+    closings: tuple[str, ...] = ()  # marks that end a call and its answer, if other marks than those of texts do
+    call_mark: CallMark | None = None  # None if calls cannot be told apart before the answer has ended
+    single_call = False  # whether an answer has at most one call
+    streamed: tuple[str, str] | None = None  # the marks around a call, if calls are read while they are sampled
+    # A family whose models write the text of an answer between marks too. `parse` returns it without them.
+    frames: tuple[str, ...] = ()  # what may stand before the text; an answer that begins otherwise has none
+    frame_ends: tuple[str, ...] = ()  # marks inside an answer that do not end it
 
-    call_mark: CallMark | None  # None if calls cannot be told apart before the answer has ended
-
+    @abstractmethod
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         """(text before the calls, calls). Never raises."""
-        ...
+
+    @abstractmethod
+    def write(self, calls: Sequence[Call]) -> str:
+        """Calls as the family writes them, for templates that have no place for calls."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str:
+        """Rules for `calls`, as llguidance reads them: calls of these tools, or one call if `single`."""
 
     def ids(self, text: str) -> list[str]:
         """The ids that the model gave to its calls, if the family has such: results refer to them."""
-        ...
-
-    def write(self, calls: Sequence[Call]) -> str:
-        """Calls as the family writes them, for templates that have no place for calls."""
-        ...
-
-    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str | None:
-        """Rules for `calls`, as llguidance reads them: calls of these tools, or one call if `single`. None if the
-        family has none."""
-        ...
-
-
-@runtime_checkable
-class FramedText(Protocol):
-    """A family whose models write the text of an answer between marks too. `parse` returns it without them."""
-
-    frames: tuple[str, ...]  # what may stand before the text; an answer that begins otherwise has none
-    frame_ends: tuple[str, ...]  # marks inside an answer that do not end it
+        return []
 
     def text_marks(self, tokenizer: Tokenizer) -> tuple[str, str]:
         """Rules for what stands before and behind the text, as llguidance reads them."""
-        ...
+        return "", ""
 
-
-def closings_of(family: CallFamily, tokenizer: Tokenizer) -> list[int]:
-    """Tokens that end a call and its answer, if other tokens than those of texts do."""
-    return [tokenizer.special[mark] for mark in getattr(family, "closings", ()) if mark in tokenizer.special]
+    def closing_tokens(self, tokenizer: Tokenizer) -> list[int]:
+        return [tokenizer.special[mark] for mark in self.closings if mark in tokenizer.special]
 
 
 def read_json(text: str) -> Any:

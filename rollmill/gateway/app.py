@@ -53,10 +53,11 @@ from rollmill.gateway.sessions.sessions import Session, SessionFacts, check_id, 
 from rollmill.gateway.watching.metrics import Metrics, added
 from rollmill.gateway.watching.observer import Observer
 from rollmill.gateway.watching.tracing import Tracer
-from rollmill.gateway.wire.body import parse_object, short
+from rollmill.gateway.wire.body import parse_object
 from rollmill.gateway.wire.openapi import document
 from rollmill.gateway.workers import Workers, log_directory, share
 from rollmill.storage.objects import Objects
+from rollmill.strict import short
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 

@@ -90,6 +90,7 @@ def _reader(path: Path) -> Any:
     class BoundedReader(gguf.GGUFReader):
         """All it reads goes through `_get`. Without bounds, an array that claims 2^40 elements fills the memory."""
 
+        data: Any
         _reads = 0
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:

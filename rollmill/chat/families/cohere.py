@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.chat.call_grammar import arguments_of, json_rule, mark_rule
-from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, json_prefix, to_json
+from rollmill.chat.tool_calls import Call, CallFamily, json_prefix, to_json
 
 ACTION = "<|START_ACTION|>"
 _ACTION_END = "<|END_ACTION|>"
@@ -21,22 +21,17 @@ _NAME = re.compile(r'"tool_name"\s*:\s*"([^"]*)"')
 _TEXT, _TEXT_END = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
 
 
-class CohereCalls:
+class CohereCalls(CallFamily):
     name = "cohere"
-    ends: tuple[str, ...] = (ACTION, _TEXT_END)
-    silent: tuple[str, ...] = ()
-    call_mark: CallMark | None = None  # a list is one text
-    frames: tuple[str, ...] = (_TEXT,)
-    frame_ends: tuple[str, ...] = (_TEXT_END, _ACTION_END)
+    ends = (ACTION, _TEXT_END)
+    frames = (_TEXT,)
+    frame_ends = (_TEXT_END, _ACTION_END)
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, *bodies = text.split(ACTION)
         _, framed, inside = content.partition(_TEXT)
         content = inside.partition(_TEXT_END)[0] if framed else content
         return content, [call for body in bodies for call in _parse(body.partition(_ACTION_END)[0].strip())]
-
-    def ids(self, text: str) -> list[str]:
-        return []  # the template numbers calls by itself
 
     def write(self, calls: Sequence[Call]) -> str:
         listed = ",\n".join(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rollmill.chat.call_grammar import mark_rule, named_calls, repeated, text_rule
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call
+from rollmill.chat.tool_calls import Call, CallFamily
 
 CALLS = "<｜tool▁calls▁begin｜>"
 _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
@@ -22,10 +22,9 @@ _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
 )
 
 
-class DeepSeekCalls:
-    ends: tuple[str, ...] = (CALLS, _CALL)
-    silent: tuple[str, ...] = ()
-    call_mark: CallMark | None = CallMark(_CALL, ends=False)
+class DeepSeekCalls(CallFamily):
+    ends = (CALLS, _CALL)
+    call_mark = CallMark(_CALL, ends=False)
 
     def __init__(self, *, fenced: bool) -> None:
         self._fenced = fenced  # the layout of V3 and R1
@@ -37,9 +36,6 @@ class DeepSeekCalls:
         if opened and not bodies:
             return content, [("invalid", rest)]
         return content, [_parse(body.partition(_CALL_END)[0].removesuffix(_CALLS_END)) for body in bodies]
-
-    def ids(self, text: str) -> list[str]:
-        return []
 
     def write(self, calls: Sequence[Call]) -> str:
         return CALLS + ("\n" if self._fenced else "").join(self._write(*call) for call in calls) + _CALLS_END

@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 
 from rollmill.chat.call_grammar import mark_rule, named_calls
-from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call
+from rollmill.chat.tool_calls import Call, CallFamily
 
 CHANNEL = "<|channel|>"
 _MESSAGE, _NEXT, _END, _CALL = "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>"
@@ -23,15 +23,13 @@ _FINAL = f"{CHANNEL}final{_MESSAGE}"
 _TO = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
-class HarmonyCalls:
+class HarmonyCalls(CallFamily):
     name = "harmony"
-    ends: tuple[str, ...] = (_END, _NEXT, _CALL)
-    silent: tuple[str, ...] = ()
-    call_mark: CallMark | None = None
+    ends = (_END, _NEXT, _CALL)
     single_call = True
-    closings: tuple[str, ...] = (_CALL,)
-    frames: tuple[str, ...] = (_FINAL, _NEXT + _FINAL)
-    frame_ends: tuple[str, ...] = (CHANNEL, _MESSAGE, _END, "<|start|>", "<|constrain|>")
+    closings = (_CALL,)
+    frames = (_FINAL, _NEXT + _FINAL)
+    frame_ends = (CHANNEL, _MESSAGE, _END, "<|start|>", "<|constrain|>")
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         if CHANNEL not in text and _MESSAGE not in text:
@@ -46,9 +44,6 @@ class HarmonyCalls:
             elif begun and f"{CHANNEL}analysis" not in head:
                 texts.append(body)
         return "".join(texts), calls
-
-    def ids(self, text: str) -> list[str]:
-        return []
 
     def write(self, calls: Sequence[Call]) -> str:
         written = (f" to=functions.{name}{CHANNEL}commentary json{_MESSAGE}{arguments}" for name, arguments in calls)

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from rollmill.chat.call_grammar import calls_schema, json_rule, mark_rule, repeated
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, parse_call, write_call
+from rollmill.chat.tool_calls import Call, CallFamily, parse_call, write_call
 
 START, END = "<tool_call>", "</tool_call>"
 
 
-class HermesCalls:
+class HermesCalls(CallFamily):
     name = "hermes"
-    ends: tuple[str, ...] = (START,)
-    silent: tuple[str, ...] = ()
-    call_mark: CallMark | None = CallMark(END)
+    ends = (START,)
+    call_mark = CallMark(END)
     streamed = (START, END)
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
@@ -27,9 +26,6 @@ class HermesCalls:
         begin, end = mark_rule(START, tokenizer), mark_rule(END, tokenizer)
         call = f'call: {begin} "\\n" call_body "\\n" {end}'
         return f"calls: {repeated(chr(10), single)}\n{call}\ncall_body: {json_rule(calls_schema(tools))}\n"
-
-    def ids(self, text: str) -> list[str]:
-        return []
 
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(f"{START}\n{write_call(*call)}\n{END}" for call in calls)

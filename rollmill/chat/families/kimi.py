@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rollmill.chat.call_grammar import mark_rule, named_calls, repeated
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call
+from rollmill.chat.tool_calls import Call, CallFamily
 
 SECTION = "<|tool_calls_section_begin|>"
 _CALL, _ARGUMENT, _CALL_END, _SECTION_END = (
@@ -25,11 +25,10 @@ _CALL, _ARGUMENT, _CALL_END, _SECTION_END = (
 _ID = re.compile(r"functions\.[\w.-]+:\d+")
 
 
-class KimiCalls:
+class KimiCalls(CallFamily):
     name = "kimi"
-    ends: tuple[str, ...] = (SECTION, _CALL)
-    silent: tuple[str, ...] = ()
-    call_mark: CallMark | None = CallMark(_CALL, ends=False)
+    ends = (SECTION, _CALL)
+    call_mark = CallMark(_CALL, ends=False)
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, *bodies = text.split(_CALL)

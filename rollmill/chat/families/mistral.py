@@ -10,22 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.chat.call_grammar import calls_schema, json_rule, mark_rule, named_calls, repeated
-from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, call_of, json_prefix, malformed, write_call
+from rollmill.chat.tool_calls import Call, CallFamily, call_of, json_prefix, malformed, write_call
 
 _ID, _ARGS = "[CALL_ID]", "[ARGS]"
 
 _NINE = re.compile(r"[A-Za-z0-9]{9}")  # the template refuses other ids
 
 
-class MarkedListCalls:
-    silent: tuple[str, ...] = ()
-    call_mark: CallMark | None = None  # a list is one text
-
+class MarkedListCalls(CallFamily):
     def __init__(self, name: str, mark: str) -> None:
         self.name = name
-        self.ends: tuple[str, ...] = (mark,)
+        self.ends = (mark,)
         self._mark = mark
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:

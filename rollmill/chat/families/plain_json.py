@@ -9,31 +9,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.chat.call_grammar import calls_schema, json_rule, repeated
-from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, call_of, json_prefix, malformed, write_call
+from rollmill.chat.tool_calls import Call, CallFamily, call_of, json_prefix, malformed, write_call
 
 _TAG = "<|python_tag|>"
 _FENCE = "```json"
 
 
-class JsonCalls:
+class JsonCalls(CallFamily):
     def __init__(self, name: str, *, key: str, single: bool) -> None:
         self.name = name
-        self.ends: tuple[str, ...] = (_TAG,)
-        self.silent: tuple[str, ...] = ("{",) if single else ("{", "[", "`")
+        self.ends = (_TAG,)
+        self.silent = ("{",) if single else ("{", "[", "`")
         self._key = key
         self.single_call = single  # one call per answer
-        self.call_mark: CallMark | None = None  # a list is one text
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, tagged, body = text.partition(_TAG)
         if tagged:
             return content, self._calls(body.strip()) or [malformed(body.strip())]
         return ("", calls) if (calls := self._calls(text.strip())) else (text, [])
-
-    def ids(self, text: str) -> list[str]:
-        return []
 
     def write(self, calls: Sequence[Call]) -> str:
         bodies = [write_call(*call, key=self._key) for call in calls]

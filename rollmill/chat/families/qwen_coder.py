@@ -14,18 +14,17 @@ from typing import Any
 from rollmill.chat.call_grammar import arguments_of, json_rule, mark_rule, repeated, text_rule
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, read_json, to_json
+from rollmill.chat.tool_calls import Call, CallFamily, read_json, to_json
 
 _FUNCTION = "<function="
 _START = "<tool_call>"
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-class QwenCoderCalls:
+class QwenCoderCalls(CallFamily):
     name = "qwen-coder"
-    ends: tuple[str, ...] = (_START, _FUNCTION)
-    silent: tuple[str, ...] = ()
-    call_mark: CallMark | None = CallMark("</tool_call>")
+    ends = (_START, _FUNCTION)
+    call_mark = CallMark("</tool_call>")
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, *bodies = text.split(_FUNCTION)
@@ -33,9 +32,6 @@ class QwenCoderCalls:
         if opened and not bodies:
             return head, [("invalid", rest.strip())]
         return head, [_parse(body, tools) for body in bodies]
-
-    def ids(self, text: str) -> list[str]:
-        return []
 
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(_write(*call) for call in calls)

@@ -17,13 +17,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.chat.format import CallMark, ContentStream, DocumentMarks, Message, Tool, assistant_message, message_calls
+from rollmill.chat.format import (
+    CallMark,
+    ChatFormat,
+    ContentStream,
+    DocumentMarks,
+    Message,
+    Tool,
+    assistant_message,
+    message_calls,
+)
 from rollmill.chat.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", "<call>", "<arg>")
 
 
-class CompactFormat:
+class CompactFormat(ChatFormat):
     name = "compact"
     text_marks = ("<text>", "")
     call_mark = CallMark("<call>", ends=False)
@@ -34,11 +43,10 @@ class CompactFormat:
             tokenizer.token_id(token) for token in SPECIAL_TOKENS
         )
         self._roles = {"user": user, "tool": tool, "system": system}
-        self.stop_tokens: tuple[int, ...] = (self._end,)
+        self.stop_tokens = (self._end,)
         self.document = DocumentMarks(None, self._end)
 
     def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
-        """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""
         calls = []
         for name, properties in _properties(tools).items():
             calls.append(json.dumps(name) + " <arg> value" * len(properties))

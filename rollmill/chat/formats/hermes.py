@@ -15,7 +15,15 @@ from collections.abc import Iterator, Sequence
 
 from rollmill.chat.call_stream import call_stream
 from rollmill.chat.families.hermes import HermesCalls
-from rollmill.chat.format import ContentStream, DocumentMarks, Message, Tool, assistant_message, message_calls
+from rollmill.chat.format import (
+    ChatFormat,
+    ContentStream,
+    DocumentMarks,
+    Message,
+    Tool,
+    assistant_message,
+    message_calls,
+)
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.chat.tool_calls import write_call
 
@@ -36,7 +44,7 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-class HermesFormat:
+class HermesFormat(ChatFormat):
     name = "hermes"
     call_mark = _CALLS.call_mark
 
@@ -47,11 +55,10 @@ class HermesFormat:
         tokenizer.token_id("<|im_start|>")
         end_of_text = tokenizer.find_token("<|endoftext|>")
         self._end = tokenizer.token_id("<|im_end|>")
-        self.stop_tokens: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
+        self.stop_tokens = (self._end,) if end_of_text is None else (self._end, end_of_text)
         self.document = DocumentMarks(None, self.stop_tokens[-1])
 
     def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
-        """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""
         return _CALLS.grammar(tools, self._tokenizer, single)
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:

@@ -24,7 +24,7 @@ from rollmill.chat.call_stream import call_stream
 from rollmill.chat.context_fitting import SampledIds
 from rollmill.chat.families.choice import family_of
 from rollmill.chat.format import (
-    CallMark,
+    ChatFormat,
     ContentStream,
     DocumentMarks,
     HistoryRewritten,
@@ -37,14 +37,14 @@ from rollmill.chat.prompt_writer import Writer, find_abilities
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import CLOSE, NONCHARACTERS, Tokenizer, mark
-from rollmill.chat.tool_calls import CallFamily, FramedText, closings_of
+from rollmill.chat.tool_calls import CallFamily
 from rollmill.errors import ConfigError, GatewayError
 
 _MOST_RECENT = 64  # conversations
 _STAND_IN: Sequence[Message] = ({"role": "user", "content": "Hello."},)
 
 
-class TemplateFormat:
+class TemplateFormat(ChatFormat):
     name = "template"
 
     def __init__(
@@ -71,31 +71,14 @@ class TemplateFormat:
             raise ConfigError(
                 f"the chat template cannot be used: {error}", hint="name another one: chat.template = FILE.jinja"
             ) from None
-        ends = closings_of(self.family, tokenizer)
+        ends = self.family.closing_tokens(tokenizer)
         self.stop_tokens = tuple(dict.fromkeys([self._closing, *stop_tokens, *ends]))
         self.document = DocumentMarks(None, self.stop_tokens[-1])
+        self.call_mark, self.single_call = self.family.call_mark, self.family.single_call
+        self.text_marks = self.family.text_marks(tokenizer)
+        self.reasons_first = self.writer.thinking is not None and self.writer.thinking.opened
 
-    @property
-    def reasons_first(self) -> bool:
-        """Whether the generation prompt ends inside reasoning."""
-        return self.writer.thinking is not None and self.writer.thinking.opened
-
-    @property
-    def call_mark(self) -> CallMark | None:
-        return self.family.call_mark
-
-    @property
-    def text_marks(self) -> tuple[str, str]:
-        """Rules for what stands before and behind the text of an answer, as llguidance reads them."""
-        return self.family.text_marks(self._tokenizer) if isinstance(self.family, FramedText) else ("", "")
-
-    @property
-    def single_call(self) -> bool:
-        """Whether an answer has at most one call."""
-        return bool(getattr(self.family, "single_call", False))
-
-    def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str | None:
-        """Rules for `calls`, as llguidance reads them: one or more calls of these tools. None: not for this family."""
+    def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
         return self.family.grammar(tools, self._tokenizer, single)
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -152,7 +135,7 @@ class TemplateFormat:
             hold_blank=True,
             silent=self.family.silent,
             thinking=self.writer.thinking,
-            frames=self.family.frames if isinstance(self.family, FramedText) else (),
+            frames=self.family.frames,
             calls=call_stream(self.family, closing),
         )
 

@@ -13,15 +13,15 @@ from typing import Any
 from rollmill.chat.first_call import can_cut
 from rollmill.chat.format import JSON_STYLE, ChatFormat, Tool
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.body import short
 from rollmill.gateway.wire.dialect import ModelRequest
+from rollmill.strict import short
 
 
 def grammar_of(request: ModelRequest, format: ChatFormat) -> str | None:
     """As llguidance reads it; None if the answer is free."""
     if request.schema is None and not request.forced:
         return None
-    if getattr(format, "reasons_first", False):
+    if format.reasons_first:
         raise GatewayError(
             "a format of the output is not supported with a chat template that begins answers with reasoning",
             hint="leave it out",
@@ -29,7 +29,7 @@ def grammar_of(request: ModelRequest, format: ChatFormat) -> str | None:
     calls = _calls(request, format) if request.tools else ""
     if request.forced:
         return f"start: calls\n{calls}"
-    before, behind = getattr(format, "text_marks", ("", ""))
+    before, behind = format.text_marks
     start = "start: text | calls" if calls else "start: text"
     schema = {**(request.schema or {}), **JSON_STYLE}
     return f"{start}\ntext: {before} body {behind}\nbody: %json {json.dumps(schema)}\n{calls}"
@@ -37,7 +37,7 @@ def grammar_of(request: ModelRequest, format: ChatFormat) -> str | None:
 
 def check_one_call(request: ModelRequest, format: ChatFormat) -> None:
     """Raises 400 for a client that wants one call at a time, if this format writes several as one text."""
-    single = getattr(format, "single_call", False) or bool(request.forced) or can_cut(format)
+    single = format.single_call or bool(request.forced) or can_cut(format)
     if request.one_call and request.tools and not single:
         raise GatewayError(
             f"one tool call at a time is not supported with the chat format {format.name} of this model",
@@ -48,13 +48,7 @@ def check_one_call(request: ModelRequest, format: ChatFormat) -> None:
 def _calls(request: ModelRequest, format: ChatFormat) -> str:
     forced = request.forced or [tool["function"]["name"] for tool in request.tools]
     wanted = [tool for tool in request.tools if tool["function"]["name"] in forced]
-    write = getattr(format, "call_grammar", None)
-    rules = None if write is None else write(wanted, single=request.one_call)
-    if rules is None:
-        raise GatewayError(
-            f"a forced call is not supported with the chat format {format.name}", hint='use tool_choice "auto"'
-        )
-    return str(rules)
+    return format.call_grammar(wanted, single=request.one_call)
 
 
 def read_schema(where: str, given: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from pydantic_core import from_json, to_json
 
 from rollmill.errors import GatewayError, TrajectoryError
+from rollmill.strict import short
 from rollmill.trajectories.storable import DEEPEST_JSON, check_depth
 
 _LEAVES = frozenset({str, int, bool, type(None)})  # types of values that are nothing to look at
@@ -65,12 +66,6 @@ def to_bytes(tree: Any) -> bytes:
         return to_json(tree, ensure_ascii=True)
     except ValueError:  # half a surrogate pair, or nested too deep for it
         return json.dumps(tree).encode()
-
-
-def short(value: Any) -> str:
-    """A JSON value in an error message."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _finite(text: str) -> float:

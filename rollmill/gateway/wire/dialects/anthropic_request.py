@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from rollmill.chat.format import Message, Tool
+from rollmill.chat.openai_messages import parse_tools
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.body import short
 from rollmill.gateway.wire.dialects import fields
-from rollmill.gateway.wire.dialects.openai_chat import parse_tools
+from rollmill.strict import short
 
 _BILLING = "x-anthropic-billing-header:"  # Claude Code's first line of `system`, which is no part of a prompt
 # what LiteLLM sends for an answer without text

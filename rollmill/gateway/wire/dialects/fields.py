@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.body import short, to_bytes
+from rollmill.gateway.wire.body import to_bytes
+from rollmill.strict import short
 from rollmill.types import Sampling
 
 LARGEST = (1 << 31) - 1

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmill.chat.format import Message, Tool
+from rollmill.chat.openai_messages import parse_messages, parse_tools
 from rollmill.errors import GatewayError
 from rollmill.gateway.wire.answer_grammars import read_forced, read_schema
-from rollmill.gateway.wire.body import parse_object, short, to_bytes
+from rollmill.gateway.wire.body import parse_object, to_bytes
 from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, NewCall, Reply
 from rollmill.gateway.wire.dialects import fields, openai
 
@@ -34,8 +34,6 @@ _KNOWN = fields.PENALTIES | frozenset(
     "messages model n logprobs max_completion_tokens max_tokens parallel_tool_calls prompt_cache_key response_format"
     " seed stop stream stream_options temperature tool_choice tools top_k top_logprobs top_p user".split()
 )
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_PLAIN = ("user", "assistant", "system", "tool")  # a role may be any JSON, so no set
 
 
 class OpenAIChat:
@@ -159,94 +157,3 @@ def _piece(delta: Delta) -> dict[str, str]:
 
 def _head(request: ModelRequest, identity: Identity, kind: str) -> dict[str, Any]:
     return openai.head(f"chatcmpl-{identity.id}", kind, request, identity)
-
-
-def parse_messages(tree: dict[str, Any], max_messages: int) -> list[Message]:
-    messages = fields.field(tree, "messages", list)
-    if not messages or len(messages) > max_messages:
-        raise GatewayError(f"messages must hold 1 to {max_messages} messages, got {len(messages or ())}")
-    return [
-        # nearly all messages are these two fields: there is nothing to drop
-        message
-        if type(message) is dict
-        and len(message) == 2
-        and message.get("role") in _PLAIN
-        and type(message.get("content")) is str
-        else _message(message, index)
-        for index, message in enumerate(messages)
-    ]
-
-
-def parse_tools(tree: dict[str, Any]) -> list[Tool]:
-    tools = fields.field(tree, "tools", list) or []
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise GatewayError(f"tools[{index}] is not a function with a name")
-        parameters = function.get("parameters") or {}
-        if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
-            raise GatewayError(f"tools[{index}].function.parameters is not a JSON schema of an object")
-    return [] if tree.get("tool_choice") == "none" else tools
-
-
-def _message(message: Any, index: int) -> Message:
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise GatewayError(f"{where} must be an object, got {short(message)}")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise GatewayError(f"{where}.role is {short(role)}", hint=f"one of {', '.join(_ROLES)}")
-    content = _text(message.get("content"), where)
-    if role == "assistant":
-        return _answer(message, content, where)
-    if content is None:
-        raise GatewayError(f"{where}.content is missing")
-    clean: Message = {"role": _ROLES[role], "content": content}
-    if role == "tool" and isinstance(message.get("tool_call_id"), str):
-        clean["tool_call_id"] = message["tool_call_id"]
-    return clean
-
-
-def _answer(message: dict[str, Any], content: str | None, where: str) -> Message:
-    clean: Message = {"role": "assistant", "content": content}
-    reasoning = message.get("reasoning_content")
-    if isinstance(reasoning, str) and reasoning:
-        clean["reasoning_content"] = reasoning
-    calls = message.get("tool_calls") or []
-    if calls:
-        clean["tool_calls"] = _calls(calls, where)
-    return clean
-
-
-def _text(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise GatewayError(f"{where}.content must be a string, got {short(content)}")
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise GatewayError(
-                f"{where}.content[{index}] is {short(kind)}, not text",
-                hint="this model reads text only",
-                code="unsupported_content",
-            )
-    return "".join(part["text"] for part in content)
-
-
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    clean = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or not isinstance(function.get("arguments"), str)
-        ):
-            raise GatewayError(
-                f"{where}.tool_calls: {short(call)} is not a call",
-                hint="function.name and function.arguments are strings",
-            )
-        named = {"name": function["name"], "arguments": function["arguments"]}
-        clean.append({"id": str(call.get("id", "")), "type": "function", "function": named})
-    return clean

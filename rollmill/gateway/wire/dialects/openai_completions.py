@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.body import parse_object, short, to_bytes
+from rollmill.gateway.wire.body import parse_object, to_bytes
 from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.wire.dialects import fields, openai
 from rollmill.gateway.wire.dialects.openai_chat import MOST_ANSWERS
 from rollmill.inference.engine_wire import MOST_TOP_LOGPROBS
+from rollmill.strict import short
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

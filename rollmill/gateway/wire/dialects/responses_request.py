@@ -11,8 +11,8 @@ from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.body import short
 from rollmill.gateway.wire.dialects.responses_tools import flat_name
+from rollmill.strict import short
 
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

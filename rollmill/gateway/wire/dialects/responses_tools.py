@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rollmill.chat.format import Tool
+from rollmill.chat.openai_messages import parse_tools
 from rollmill.chat.tool_calls import read_json
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.body import short
 from rollmill.gateway.wire.dialects import fields
-from rollmill.gateway.wire.dialects.openai_chat import parse_tools
+from rollmill.strict import short
 
 # run by OpenAI's servers, or descriptions of them; the client does nothing for such a tool
 SERVED = frozenset(

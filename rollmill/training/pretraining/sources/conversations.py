@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from rollmill.chat.format import Message, Tool
+from rollmill.chat.openai_messages import parse_messages, parse_tools
 from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.config import Config, LocalPath
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.body import parse_object
-from rollmill.gateway.wire.dialects.openai_chat import parse_messages, parse_tools
+from rollmill.strict import FreeJson, parse_json
 from rollmill.training.pretraining.source import Document, SourceContext
 from rollmill.training.pretraining.sources.files import (
     MAX_LINE,
@@ -39,6 +39,7 @@ from rollmill.training.pretraining.sources.files import (
 )
 
 MOST_MESSAGES = 100_000
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, FreeJson])
 
 
 class ConversationSettings(Config):
@@ -101,11 +102,13 @@ def _scan(number: int, path: str) -> Iterator[Row | Skipped]:
 def parse_conversation(line: bytes) -> Conversation:
     """ValueError says which field is wrong, and the remedy."""
     try:
-        tree = parse_object(line)
+        tree = parse_json(line, _OBJECT)
+    except ValueError as error:
+        raise ValueError(f"the line is not JSON: {error}") from None
+    try:
         messages, tools = parse_messages(tree, MOST_MESSAGES), parse_tools(tree)
     except GatewayError as error:
-        message = error.message.replace("the request body", "the line")
-        raise ValueError(f"{message}; {error.hint}" if error.hint else message) from None
+        raise ValueError(f"{error.message}; {error.hint}" if error.hint else error.message) from None
     ignored = []
     for place, message in enumerate(tree["messages"]):
         weight = message.get("weight")
