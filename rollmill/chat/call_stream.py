@@ -1,6 +1,6 @@
 """Streams calls while they are sampled: `<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`.
 
-Arguments are told as the model writes them, so what is streamed always begins the arguments that the whole answer has,
+Arguments are sent as the model writes them, so what is streamed always begins the arguments that the whole answer has,
 also if the call turns out to be malformed. Held back is what may still end the call: a part of a mark, and blanks.
 """
 

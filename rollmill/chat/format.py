@@ -61,7 +61,7 @@ class ChatFormat(ABC):
     name: str
     stop_tokens: tuple[int, ...]
     document: DocumentMarks
-    call_mark: CallMark | None = None  # None if calls cannot be told apart before the answer has ended
+    call_mark: CallMark | None = None  # None if calls cannot be separated before the answer has ended
     single_call = False  # whether an answer has at most one call
     text_marks = ("", "")  # rules for what stands before and behind the text of an answer, as llguidance reads them
     reasons_first = False  # whether the generation prompt ends inside reasoning

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollmill.chat.context_fitting import Abilities, Fitting, SampledIds
 from rollmill.chat.format import Message, Thinking, Tool, assistant_message
@@ -102,13 +102,9 @@ class Writer:
         return after[len(before) :] if begins and after.startswith(before) else None
 
 
-class Found(NamedTuple):
-    writer: Writer
-    closing: int  # the special token that ends an answer
-
-
-def find_abilities(writer: Writer, tokenizer: Tokenizer, stops: Sequence[int]) -> Found:
-    """The writer with the abilities of its template. TemplateFailed says why a template cannot be used."""
+def find_abilities(writer: Writer, tokenizer: Tokenizer, stops: Sequence[int]) -> tuple[Writer, int]:
+    """The writer with the abilities of its template, and the special token that ends an answer. TemplateFailed says why
+    a template cannot be used."""
     now = datetime.now()
     writer = _with_prompt(writer, now)
     prompt = writer.write([_USER], [], now)
@@ -124,7 +120,7 @@ def find_abilities(writer: Writer, tokenizer: Tokenizer, stops: Sequence[int]) -
     if writer.thinking is not None and writer.thinking.opened:
         opened = _opens(writer.thinking, after, tokenizer) or not writer.abilities.results
         writer = replace(writer, thinking=writer.thinking._replace(always=opened))
-    return Found(_with_reasoning(writer), closing)
+    return _with_reasoning(writer), closing
 
 
 def _with(writer: Writer, **abilities: Any) -> Writer:

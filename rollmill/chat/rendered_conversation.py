@@ -16,17 +16,17 @@ from typing import NamedTuple
 from rollmill.chat.format import ChatFormat, HistoryRewritten, Message, Tool
 
 
-class Rendered(NamedTuple):
+class RenderedConversation(NamedTuple):
     tokens: list[int]
     learnt: list[bool]  # True for tokens of answers, their closing token included
     ends: list[int]  # number of tokens up to the end of each answer
     rewritten: int = 0  # number of answers that are context only because the template rewrites them
 
-    def cut(self, longest: int) -> Rendered:
+    def cut(self, longest: int) -> RenderedConversation:
         """Up to the last answer that ends within `longest` tokens. Empty if there is none."""
         ends = [end for end in self.ends if end <= longest]
         stop = ends[-1] if ends else 0
-        return Rendered(self.tokens[:stop], self.learnt[:stop], ends, self.rewritten)
+        return RenderedConversation(self.tokens[:stop], self.learnt[:stop], ends, self.rewritten)
 
 
 def render_conversation(
@@ -35,7 +35,7 @@ def render_conversation(
     format: ChatFormat,
     ignored: Sequence[int] = (),
     longest: int | None = None,
-) -> Rendered:
+) -> RenderedConversation:
     """Up to the last answer, or to the first one that ends behind `longest` tokens: each answer costs a rendering of
     all that precedes it. `ignored`: places in `messages` of answers that are context only."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -58,7 +58,7 @@ def render_conversation(
             if len(format.render_start(messages[: places[-1]], tools)) > longest:
                 break
             longest = None
-    return Rendered(tokens, learnt, ends, len(answers) - len(kept))
+    return RenderedConversation(tokens, learnt, ends, len(answers) - len(kept))
 
 
 def _prompt(

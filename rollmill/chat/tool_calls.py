@@ -28,7 +28,7 @@ class CallFamily(ABC):
     ends: tuple[str, ...]  # marks that end the text of an answer
     silent: tuple[str, ...] = ()  # an answer that begins with one of these may be a call as a whole
     closings: tuple[str, ...] = ()  # marks that end a call and its answer, if other marks than those of texts do
-    call_mark: CallMark | None = None  # None if calls cannot be told apart before the answer has ended
+    call_mark: CallMark | None = None  # None if calls cannot be separated before the answer has ended
     single_call = False  # whether an answer has at most one call
     streamed: tuple[str, str] | None = None  # the marks around a call, if calls are read while they are sampled
     # A family whose models write the text of an answer between marks too. `parse` returns it without them.

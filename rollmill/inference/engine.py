@@ -22,6 +22,7 @@ and /metrics.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rollmill.errors import EngineError
+from rollmill.histogram import Histogram
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ class GenerateRequest:
     min_version: int = 0  # wait until the served version number is at least this: how staleness 0 is kept
     line: str = ""  # the line whose versions are meant; an engine that serves another one refuses. "": any line
     answered: int = 0  # this many tokens at the end of `tokens` belong to the answer: where its grammar goes on
-    top_logprobs: int = 0  # how many of the most likely tokens are told for each sampled one
+    top_logprobs: int = 0  # how many of the most likely tokens are returned for each sampled one
 
 
 @dataclass
@@ -150,7 +152,7 @@ def check_request(request: GenerateRequest, vocab_size: int, known: list[int] | 
 
 
 @dataclass(frozen=True)
-class Applied:
+class WeightSwitch:
     """How a switch of weights went: the seconds without a token, and the number of running requests."""
 
     pause_seconds: float
@@ -168,44 +170,52 @@ class Capabilities:
     keeps_cache: bool  # new weights go on with the keys and values of older ones; otherwise these are computed again
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """What the gateway and the follower need of an engine. `rollmill.inference.embedded` and `rollmill.inference.vllm`
     implement it."""
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    capabilities: Capabilities
 
+    @abstractmethod
     def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
         """Yields chunks as tokens come if `stream`, else one at the end. Closing the generator frees the request's
         pages."""
-        ...
 
-    async def apply(self, update: Update) -> Applied:
+    @abstractmethod
+    async def apply(self, update: Update) -> WeightSwitch:
         """Switches to new weights between two decode steps, without dropping requests.
 
         If it fails or is interrupted, applying this or another update gives the right weights: an engine that is not at
         `update.base` copies everything.
         """
-        ...
 
-    async def pause(self) -> None: ...
+    @abstractmethod
+    async def pause(self) -> None:
+        """Once this returns, no token is computed. Requests are kept."""
 
+    @abstractmethod
     async def drain(self) -> None:
         """Finish what runs and waits, and take nothing new."""
-        ...
 
+    @abstractmethod
     async def resume(self) -> None:
         """Go on decoding, and take requests again."""
-        ...
 
+    @abstractmethod
     def health(self) -> dict[str, Any]: ...
 
+    @abstractmethod
     def metrics(self) -> dict[str, float]: ...
 
     @property
+    @abstractmethod
     def ended(self) -> Future[None]:
         """A future that is done when the engine has stopped for good, with the error that stopped it."""
-        ...
+
+    @property
+    def histograms(self) -> Mapping[str, Histogram]:
+        """By their names in /metrics."""
+        return {}
 
 
 @dataclass(frozen=True)

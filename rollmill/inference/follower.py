@@ -34,7 +34,7 @@ _WAIT_SHARE = 0.05  # of the time since the last event: a version per minute is 
 
 
 class UpdateSource(Protocol):
-    """A `rollmill.weights.reading.line_follower.Follower`, or `Pinned`. An update is valid until the next call."""
+    """A `Follower` of weights/reading/line_follower.py, or a `PinnedSource`. An update is valid until the next call."""
 
     problem: str | None
 
@@ -45,7 +45,7 @@ class UpdateSource(Protocol):
     def close(self) -> None: ...
 
 
-class Pinned:
+class PinnedSource:
     """Stays at one version, for example to evaluate an old one. With `holder`, a lease in the own store keeps the
     version from being collected."""
 
@@ -157,7 +157,7 @@ class EngineFollower:
                 self._wake.clear()
                 await self._obey()
                 await self._keep_loan()
-                if self._orders:  # a recall does not wait for weights that nobody needs any more
+                if self._orders:  # a recall does not wait for weights that are not needed any more
                     continue
                 update = await asyncio.to_thread(self._source.poll)
                 if update is None and self._refused is not None:
@@ -175,12 +175,12 @@ class EngineFollower:
         return self._source
 
     async def _keep_loan(self) -> None:
-        """Begins a loan when the last answer has ended, and ends one that nobody prolongs."""
+        """Begins a loan when the last answer has ended, and ends one that is not prolonged."""
         loan = self.guests.loan
         if loan is None or loan.state == "returning":
             return
         if time.monotonic() >= loan.ends_at:
-            log.warning("nobody prolonged the loan to %s: the engine returns", loan.line)
+            log.warning("the loan to %s was not prolonged: the engine returns", loan.line)
             returning = asyncio.ensure_future(self.recall())
             await asyncio.sleep(0)
             await self._obey()

@@ -75,10 +75,10 @@ async def _register(client: aiohttp.ClientSession, path: str, body: dict[str, An
     """Seconds until the next renewal; None if it did not work and may work later."""
     try:
         async with client.put(path, json=body, timeout=_TIMEOUT) as response:
-            told = await response.json(content_type=None)
+            answer = await response.json(content_type=None)
             if response.status == 200:
-                return float(told["renew_seconds"])
-            problem = f"the gateway refused this engine ({response.status}): {_message(told)}"
+                return float(answer["renew_seconds"])
+            problem = f"the gateway refused this engine ({response.status}): {_message(answer)}"
             if response.status == 409:
                 raise EngineError(problem)
             log.warning(problem)
@@ -87,6 +87,6 @@ async def _register(client: aiohttp.ClientSession, path: str, body: dict[str, An
     return None
 
 
-def _message(told: Any) -> str:
-    error = told.get("error") if isinstance(told, dict) else None
+def _message(answer: Any) -> str:
+    error = answer.get("error") if isinstance(answer, dict) else None
     return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -1,12 +1,12 @@
-"""An engine of production is lent to training and comes back. Here: whom it answers meanwhile.
+"""An engine of production is lent to training and comes back: which requests it answers in each state.
 
     own ── lend ──► leaving ──► lent ── recall, or the loan ends ──► returning ──► own
 
-own        everybody is answered
-leaving    so is everybody; gateways see in its health that it is lent and send no more production. When the last
-           answer has ended, the weights of the other line are fetched
+own        all requests
+leaving    all requests; gateways see in its health that it is lent and send no more production. When the last answer
+           has ended, the weights of the other line are fetched
 lent       rollouts only: production never gets tokens of weights that are not its own
-returning  nobody; running rollouts are broken off, and their gateway goes on with them elsewhere
+returning  none; running rollouts are broken off, and their gateway goes on with them elsewhere
 own        rollouts are refused for `CLOSED_S`: some were on their way while the engine was still lent
 """
 

@@ -20,7 +20,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.kind import Embedded
 from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineContext, EngineKind, EngineUnavailable
 from rollmill.inference.engine_wire import chunk_to_json, request_from_json
-from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
+from rollmill.inference.follower import EngineFollower, PinnedSource, UpdateSource
 from rollmill.inference.joining import Joining, keep_registered
 from rollmill.inference.lent_engine import Guests
 from rollmill.models.config import ModelConfig
@@ -131,8 +131,7 @@ class _Handlers:
         loans = {"lent": int(self._guests.loan is not None), "loans_total": self._guests.loans}
         counts = {**self._engine.metrics(), **loans}
         samples = {name: [f"{name}{{{labels}}} {value}"] for name, value in counts.items()}
-        histograms = dict(getattr(self._engine, "histograms", {}))  # an engine need not have any
-        histograms["return_seconds"] = self._guests.returns
+        histograms = {**self._engine.histograms, "return_seconds": self._guests.returns}
         samples |= {name: each.lines(name, labels) for name, each in histograms.items()}
         lines = []
         for name, listed in sorted(samples.items()):
@@ -279,7 +278,7 @@ def serve_engine(
         if channel is not None:
             source.follow_channel(channel)
     else:
-        source = Pinned(store, Version(line, pinned), form, mirror, holder=name, about=about)
+        source = PinnedSource(store, Version(line, pinned), form, mirror, holder=name, about=about)
     context = EngineContext(name, region, model, config, device, form, exact, tokenizer)
     what = "version" if pinned is not None else "channel" if channel is not None else "line"
     serves = {

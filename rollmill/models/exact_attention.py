@@ -1,7 +1,7 @@
 """Causal attention with the same bits in every batch: for the trainer's packed rows and the engine's pages.
 
-On Hopper both use kernels.ordered_attention_triton. On the CPU both call `attend`, and differ only in where a row of
-keys is:
+On Hopper both use kernels.attention.fixed_order_triton. On the CPU both call `attend`, and differ only in where a row
+of keys is:
 
     key t of sequence s, KV head h      firsts[s, t // size] + t % size · key_step + h · head_step
     packed rows [tokens, kv_heads]      one block per sequence; key_step = kv_heads, head_step = 1
@@ -135,7 +135,7 @@ class _Ordered(Function):
 
     @staticmethod
     def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, tiles: Tiles, plain: Attend) -> Tensor:
-        from rollmill.models.kernels.attention.ordered_triton import attend_packed
+        from rollmill.models.kernels.attention.fixed_order_triton import attend_packed
 
         out_NHE, sums_HL = attend_packed(q_NHD, k_NKD, v_NKE, tiles)
         ctx.save_for_backward(q_NHD, k_NKD, v_NKE, out_NHE, sums_HL)

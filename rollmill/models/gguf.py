@@ -47,12 +47,12 @@ _PRE_TOKENIZERS = ("smollm",)
 _MOST_READS = 3 << 20
 
 
-class Converted(NamedTuple):
+class Conversion(NamedTuple):
     stored: dict[str, int]  # number of parameters by stored type: {"Q4_1": …}
     dtype: str
 
 
-def convert_gguf(path: Path, directory: Path, dtype: str = "BF16") -> Converted:
+def convert_gguf(path: Path, directory: Path, dtype: str = "BF16") -> Conversion:
     """Writes `directory`, whole and checked, or not at all. `dtype` is a name of safetensors."""
     tensors, fields = _open(path)
     config = _config(fields, tensors, dtype)
@@ -69,7 +69,7 @@ def convert_gguf(path: Path, directory: Path, dtype: str = "BF16") -> Converted:
     stored: Counter[str] = Counter()
     for tensor in tensors:
         stored[tensor.tensor_type.name] += int(tensor.n_elements)
-    return Converted(dict(stored.most_common()), dtype)
+    return Conversion(dict(stored.most_common()), dtype)
 
 
 def _open(path: Path) -> tuple[list[Any], _Fields]:

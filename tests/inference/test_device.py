@@ -119,9 +119,9 @@ def in_chunks(steps: Steps) -> Steps:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from rollmill.inference.embedded.kernels import paged_triton
-        from rollmill.models.kernels.attention import ordered_triton as ordered_attention_triton
+        from rollmill.models.kernels.attention import fixed_order_triton
 
-        monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
+        monkeypatch.setattr(fixed_order_triton, "KEYS", 16)
         monkeypatch.setattr(paged_triton, "ROWS", 16)
 
 

@@ -79,11 +79,11 @@ def sampled(rows: int) -> tuple[list[bytes], torch.Tensor]:
 @pytest.mark.skipif(INTERPRETED, reason="kernels do not overlap in the interpreter")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_bursts_have_the_bits_of_usual_starts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmill.models.kernels import small_batch_triton as narrow_triton
+    from rollmill.models.kernels import small_batch_triton
 
-    assert narrow_triton.starts_early(torch.device("cuda"))
+    assert small_batch_triton.starts_early(torch.device("cuda"))
     early, early_cache = sampled(rows)
-    monkeypatch.setattr(narrow_triton, "EARLY_STARTS", False)
+    monkeypatch.setattr(small_batch_triton, "EARLY_STARTS", False)
     usual, usual_cache = sampled(rows)
     again, again_cache = sampled(rows)
     assert usual == again and torch.equal(usual_cache, again_cache), "usual starts differ among themselves"

@@ -21,8 +21,8 @@ import pytest
 from rollmill import telemetry
 from rollmill.errors import EngineError
 from rollmill.inference.embedded.engine import EmbeddedEngine
-from rollmill.inference.engine import Applied
-from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
+from rollmill.inference.engine import WeightSwitch
+from rollmill.inference.follower import EngineFollower, PinnedSource, UpdateSource
 from rollmill.inference.server import make_app, serving
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
@@ -107,7 +107,7 @@ async def test_an_engine_in_another_region_serves_the_same_bytes_from_its_own_st
 
 async def test_a_pinned_engine_stays_where_it_is(tmp_path: Path) -> None:
     line, away = Line(tmp_path / "home"), Objects.open(tmp_path / "away")
-    pinned = Pinned(WeightStore(away), Version("main", 1), "bf16", Mirror(line.objects, away))
+    pinned = PinnedSource(WeightStore(away), Version("main", 1), "bf16", Mirror(line.objects, away))
     async with engine_at(None) as engine, following(engine, pinned) as follower:
         line.publish()
         await until(lambda: follower.problem is not None)
@@ -123,7 +123,7 @@ async def test_the_version_of_a_pinned_engine_is_not_collected(tmp_path: Path) -
     line = Line(tmp_path / "store", snapshot_every=1)
     for _ in range(4):
         line.publish()
-    pinned = Pinned(line.store, Version("main", 1), "bf16", holder="eval-1-engine-home")
+    pinned = PinnedSource(line.store, Version("main", 1), "bf16", holder="eval-1-engine-home")
     async with engine_at(None) as engine, following(engine, pinned):
         await until(serves(engine, 1))
         assert {(lease.holder, lease.number) for lease in Leases(line.objects, "main").held()} == {
@@ -187,7 +187,7 @@ async def test_an_update_is_never_applied_after_its_image_has_moved_on(tmp_path:
     async with engine_at(None) as engine:
         apply, refused = engine.apply, []
 
-        async def refusing(update: Update) -> Applied:
+        async def refusing(update: Update) -> WeightSwitch:
             if update.policy.number == 1 and len(refused) < 2:
                 refused.append(update)
                 line.publish()

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import METRICS
 from rollmill.inference.engine_wire import chunk_from_json, request_to_json
-from rollmill.inference.follower import EngineFollower, Pinned
+from rollmill.inference.follower import EngineFollower, PinnedSource
 from rollmill.inference.server import make_app, serving
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
@@ -25,7 +25,7 @@ from tests.inference.world import ENGINE, PROMPT, engine_at, generate, make_upda
 
 @asynccontextmanager
 async def client_of(engine: EmbeddedEngine, token: str | None = None) -> AsyncIterator[aiohttp.ClientSession]:
-    source = Pinned(WeightStore(Objects.open("memory://")), Version("main", 9), "bf16")
+    source = PinnedSource(WeightStore(Objects.open("memory://")), Version("main", 9), "bf16")
     source.poll()
     async with serving(make_app(engine, EngineFollower(engine, source, 0.1), token), "127.0.0.1", 0) as runner:
         host, port = runner.addresses[0][:2]

@@ -20,7 +20,7 @@ from rollmill.errors import ConfigError, EngineError, WeightsError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.engine import EngineUnavailable
 from rollmill.inference.vllm.engine import VllmEngine
-from rollmill.inference.vllm.generation import Generation, Sampled, kept_tokens
+from rollmill.inference.vllm.generation import Generation, TokenSample, kept_tokens
 from rollmill.inference.vllm.handover import NAME, Handover
 from rollmill.inference.vllm.vllm_client import SOCKET, Client, _piece
 from rollmill.inference.vllm.vllm_process import arguments, environment, find_python
@@ -107,7 +107,7 @@ def test_a_later_leg_asks_for_the_rest_with_another_seed() -> None:
     first = one.parameters()
     one.start()
     for token in (7, 8):
-        one.add(Sampled(token, -1.0, []), POLICY)
+        one.add(TokenSample(token, -1.0, []), POLICY)
     one.requeue()
     second = one.parameters()
     assert (first["max_tokens"], second["max_tokens"]) == (12, 10)
@@ -119,7 +119,7 @@ def test_a_later_leg_asks_for_the_rest_with_another_seed() -> None:
 def test_penalties_of_an_interrupted_answer_are_not_known_to_the_trainer() -> None:
     one = generation(presence_penalty=0.5)
     one.start()
-    one.add(Sampled(7, -1.0, []), POLICY)
+    one.add(TokenSample(7, -1.0, []), POLICY)
     assert one.chunk().missing == ""
     one.start()
     assert "penalties" in one.chunk("length").missing
@@ -127,14 +127,16 @@ def test_penalties_of_an_interrupted_answer_are_not_known_to_the_trainer() -> No
 
 def test_kept_tokens_are_known_only_if_they_are_all() -> None:
     cut = Sampling(top_k=3)
-    assert kept_tokens(cut, Sampled(4, -0.693147, [(4, -0.693147), (9, -0.693147), (2, -9999.0)]), 16) != b""
-    assert kept_tokens(cut, Sampled(4, -0.693147, [(4, -0.693147)]), 16) == b"", "half of the probability is missing"
-    assert kept_tokens(Sampling(top_p=0.5), Sampled(4, 0.0, [(4, 0.0)]), 16) == b""
+    assert kept_tokens(cut, TokenSample(4, -0.693147, [(4, -0.693147), (9, -0.693147), (2, -9999.0)]), 16) != b""
+    assert kept_tokens(cut, TokenSample(4, -0.693147, [(4, -0.693147)]), 16) == b"", (
+        "half of the probability is missing"
+    )
+    assert kept_tokens(Sampling(top_p=0.5), TokenSample(4, 0.0, [(4, 0.0)]), 16) == b""
 
 
 def test_tokens_of_other_weights_are_refused() -> None:
     event = b'{"choices": [{"token_ids": [3], "finish_reason": "stop", "weight_versions": [{"version": "main@1"}], "logprobs": {"content": [{"token_id": 3, "logprob": -0.5, "top_logprobs": []}]}}]}'  # noqa: E501
-    assert _piece(event, 0, "main@1").sampled == [Sampled(3, -0.5, [])]
+    assert _piece(event, 0, "main@1").sampled == [TokenSample(3, -0.5, [])]
     with pytest.raises(EngineUnavailable, match="sampled by main@1"):
         _piece(event, 0, "main@2")
     for wrong in (b"{}", b"[]", b'{"choices": []}', event.replace(b"[3]", b"[4]"), b"\xff"):

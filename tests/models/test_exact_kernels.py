@@ -13,7 +13,7 @@ from tests.kernels import DEVICE, INTERPRETED, cuda, hopper, without_kernels
 pytest.importorskip("triton")
 from rollmill.inference.embedded.kernels.paged_triton import heads_together
 from rollmill.models.kernels import exact_triton
-from rollmill.models.kernels.attention import ordered_triton as ordered_attention_triton
+from rollmill.models.kernels.attention import fixed_order_triton
 from rollmill.models.kernels.attention.packed_triton import Tiles
 from rollmill.models.kernels.fused_triton import swiglu_forward
 from rollmill.models.kernels.swiglu_triton import swiglu_product
@@ -79,8 +79,8 @@ def test_attention_and_its_gradients_agree_with_torch(
     dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(ordered_attention_triton, "ROWS", 32)
-        monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
+        monkeypatch.setattr(fixed_order_triton, "ROWS", 32)
+        monkeypatch.setattr(fixed_order_triton, "KEYS", 16)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     lengths = [3, 70] if INTERPRETED else [3, 70, 300, 129]
     tokens = sum(lengths)
@@ -102,11 +102,11 @@ def test_attention_and_its_gradients_agree_with_torch(
 
 def test_latents_give_what_keys_and_values_apart_give(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(ordered_attention_triton, "ROWS", 32)
-        monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
+        monkeypatch.setattr(fixed_order_triton, "ROWS", 32)
+        monkeypatch.setattr(fixed_order_triton, "KEYS", 16)
     dtype, lengths = (torch.float32, [3, 40]) if INTERPRETED else (torch.bfloat16, [3, 70, 300])
     q, k = drawn(sum(lengths), 6, 40, dtype=dtype), drawn(sum(lengths), 1, 40, dtype=dtype)
-    found, _ = ordered_attention_triton.attend_packed(q, k, k[..., :24], Tiles(lengths, DEVICE))
+    found, _ = fixed_order_triton.attend_packed(q, k, k[..., :24], Tiles(lengths, DEVICE))
     expected = PackedAttention(lengths, DEVICE)(0, q.float(), k.float(), k[..., :24].float())
     torch.testing.assert_close(found.flatten(1).float(), expected, atol=1e-4 if INTERPRETED else 0.05, rtol=1e-2)
 
@@ -124,7 +124,7 @@ def test_pages_and_packed_rows_give_the_same_bits(heads: tuple[int, int], dim: i
     q, k, v = (drawn(before + length, *shape, dtype=dtype) for shape in shapes)
     latent = value_dim == 512
     v = k[..., :value_dim] if latent else v
-    packed, _ = ordered_attention_triton.attend_packed(q, k, v, Tiles([before, length], DEVICE))
+    packed, _ = fixed_order_triton.attend_packed(q, k, v, Tiles([before, length], DEVICE))
     expected = packed[before:].flatten(1)
     pages = torch.randperm(-(-length // page), device=DEVICE)
     order = torch.arange(length, device=DEVICE)
@@ -135,10 +135,10 @@ def test_pages_and_packed_rows_give_the_same_bits(heads: tuple[int, int], dim: i
     keys[rows], values[rows] = k[before:].flatten(0, 1), v[before:].flatten(0, 1)
     values = keys[:, :value_dim] if latent else values
     together = heads_together(group)
-    shape = ordered_attention_triton.shape_of(kv_heads, group, dim, value_dim, 64, together=together, latent=latent)
+    shape = fixed_order_triton.shape_of(kv_heads, group, dim, value_dim, 64, together=together, latent=latent)
     table = pages.int()[None].contiguous()
     for each in {1, max(1, 64 // group), min(7, 64 // together)}:
         starts = list(range(0, length, each))
         tiles = torch.tensor([(at, min(each, length - at), at, 0) for at in starts], dtype=torch.int32, device=DEVICE)
-        found = ordered_attention_triton.attend_pages(q[before:], keys, values, tiles, table, page, shape)
+        found = fixed_order_triton.attend_pages(q[before:], keys, values, tiles, table, page, shape)
         assert torch.equal(found, expected), each

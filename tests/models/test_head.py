@@ -123,9 +123,9 @@ def powers_problem(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("confident", "wide"), [(False, False), (True, False), (True, True)])
 def test_next_token_by_powers(scale: float, confident: bool, wide: bool, monkeypatch: pytest.MonkeyPatch):
     """Confident: the targets have the largest logits, so gradients are small differences. Wide: with larger tiles."""
-    from rollmill.models.kernels.heads import exp_logits_triton as powers_triton
+    from rollmill.models.kernels.heads import exp_logits_triton
 
-    monkeypatch.setattr(powers_triton, "_WIDE", 1 if wide else 2048)
+    monkeypatch.setattr(exp_logits_triton, "_WIDE", 1 if wide else 2048)
     hidden, weight, targets, weights = powers_problem(scale)
     if confident:
         targets = (hidden.float() @ weight.float().t()).argmax(-1)

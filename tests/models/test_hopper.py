@@ -96,10 +96,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     from triton.runtime.jit import JITFunction
 
     from rollmill.inference.embedded.kernels import decode_attention_triton
-    from rollmill.models.kernels import small_batch_triton as narrow_triton
+    from rollmill.models.kernels import small_batch_triton
 
     found = Compiler()
-    for module in (narrow_triton, decode_attention_triton):
+    for module in (small_batch_triton, decode_attention_triton):
         monkeypatch.setattr(module, "starts_early", lambda device: True)
     monkeypatch.setattr(triton_support, "interpreted", True)  # so that the CPU takes the paths with kernels
     # nothing is computed: outputs of kernels read as zeros

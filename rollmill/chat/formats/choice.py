@@ -7,16 +7,17 @@ from pathlib import Path
 
 from rollmill.chat.chat_files import TEMPLATE, ChatFiles, chat_files, read_chat_files
 from rollmill.chat.config import ChatConfig
-from rollmill.chat.documents import document_marks
 from rollmill.chat.families.choice import FAMILIES
-from rollmill.chat.format import ChatFormat
+from rollmill.chat.format import ChatFormat, DocumentMarks
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.formats.hermes import HermesFormat
 from rollmill.chat.formats.template import TemplateFormat
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, GatewayError
 
 CHATML = ("<|im_start|>", "<|im_end|>")
+# how families of models call the end of a text
+_ENDS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]", "<EOS_TOKEN>")
 
 
 def format_of(
@@ -32,7 +33,7 @@ def format_of(
     files = {**(files or {}), **({TEMPLATE: _read(config.template)} if config.template else {})}
     found = read_chat_files(files, tokenizer)
     format = _format(tokenizer, found, config, tools_in_prompt)
-    format.document = document_marks(format, tokenizer, found)
+    format.document = _document_marks(format, tokenizer, found)
     return format
 
 
@@ -72,3 +73,25 @@ def _read(path: str) -> bytes:
 
 def _has(tokenizer: Tokenizer, tokens: tuple[str, ...]) -> bool:
     return all(tokenizer.find_token(token) is not None for token in tokens)
+
+
+def _document_marks(format: ChatFormat, tokenizer: Tokenizer, found: ChatFiles) -> DocumentMarks:
+    """Which tokens begin and end a document of plain text. An instruct model lists several tokens that end an answer,
+    such as the end of a turn: only the end of a text ends a document. That is a known name that the checkpoint lists,
+    or that its vocabulary has; else the checkpoint's eos."""
+    known = [token for name in _ENDS if (token := tokenizer.find_token(name)) in tokenizer.special_ids]
+    listed = [token for token in found.stop_tokens if token in known]
+    end = [*listed, *known, *found.stop_tokens, format.stop_tokens[-1]][0]
+    unsaid = found.begins_documents is None and found.begin is not None
+    begins = (found.begin != end and not _marks_turns(found.begin, format)) if unsaid else found.begins_documents
+    return DocumentMarks(found.begin if begins else None, end)
+
+
+def _marks_turns(token: int | None, format: ChatFormat) -> bool:
+    """Whether the token begins each message: some checkpoints name that one as their bos_token."""
+    if token is None:
+        return False
+    try:
+        return list(format.render_start([{"role": "user", "content": "Hello."}], [])).count(token) > 1
+    except GatewayError:
+        return False

@@ -6,10 +6,10 @@
 The host launches the next burst before it records the last one, so the device does not wait. A request that ended in
 burst 1 is still computed in burst 2: its rows there are dropped. They are written behind its last token, into pages
 that were its own when burst 2 was launched; whoever gets these pages later writes them later, because the device runs
-everything in order. From burst 3 on, its row is empty. When somebody can join, or few rows are left, the last burst is
+everything in order. From burst 3 on, its row is empty. When a request can join, or few rows are left, the last burst is
 recorded and a step is scheduled as usual.
 
-Only requests that are sampled with nothing but a temperature take part. Nobody joins and no weights change inside a
+Only requests that are sampled with nothing but a temperature take part. No request joins and no weights change inside a
 burst, so it is kept short: SECONDS at most, and one step if a request waits for a place. Where tokens are guessed, a
 burst ends when a context is to be looked up again, and the next begins after that (`drafts`).
 """
@@ -31,7 +31,7 @@ LONGEST = 16  # steps; not more than device_runner.LONGEST_BURST
 SECONDS = 0.06  # that a burst should take; a quarter of it if users wait for its tokens
 
 
-class Sampled(NamedTuple):
+class BurstTokens(NamedTuple):
     """The tokens of one generation in a burst. Its log-probs may be not finite."""
 
     generation: Generation
@@ -78,7 +78,7 @@ class Bursts:
         self._launch(rows, starts, max(steps, 1), policy, fresh=True)
         return True
 
-    def land(self, go_on: bool) -> Iterator[Sampled]:
+    def land(self, go_on: bool) -> Iterator[BurstTokens]:
         """Waits for the burst and returns what it sampled. With `go_on`, the next one is launched before, if there is
         something to compute."""
         flight = self._flight
@@ -132,7 +132,7 @@ class Bursts:
         wait = self._runner.launch(rows, starts.tolist() if fresh else None, steps)
         self._flight = _Flight(rows, starts, steps, policy, wait)
 
-    def _sampled(self, flight: _Flight, output: BurstOutput) -> Iterator[Sampled]:
+    def _sampled(self, flight: _Flight, output: BurstOutput) -> Iterator[BurstTokens]:
         """What each row sampled, up to its first stop token, its limit, or a log-prob that is not finite."""
         counts = _counts(flight, output)
         tokens, logprobs = output.tokens_KB.T.tolist(), output.logprobs_KB.T.tolist()
@@ -141,7 +141,7 @@ class Bursts:
         for row, (one, count) in enumerate(zip(flight.rows, counts, strict=True)):
             if one is not None and one.number in self._scheduler.running:
                 own = None if routes is None else routes[row, :count]
-                yield Sampled(one, tokens[row][:count], logprobs[row][:count], own)
+                yield BurstTokens(one, tokens[row][:count], logprobs[row][:count], own)
 
 
 def _can_burst(item: Work) -> bool:

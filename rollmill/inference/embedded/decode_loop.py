@@ -40,7 +40,7 @@ from rollmill.inference.embedded.outputs import BurstRunner
 from rollmill.inference.embedded.runner import make_runner
 from rollmill.inference.embedded.sampler import begin_sample, most_likely
 from rollmill.inference.embedded.scheduler import Scheduler, Work
-from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk
+from rollmill.inference.engine import EngineBusy, EngineUnavailable, GenerateChunk, WeightSwitch
 from rollmill.inference.garbage_collection import collect_as_usual, collect_rarely
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import decoder_on
@@ -58,7 +58,7 @@ class _Command(NamedTuple):
     recorded: bool
 
 
-class Ready(NamedTuple):
+class Preparation(NamedTuple):
     """An update that is prepared for the pause: its patches, or all its tensors."""
 
     patched: bool
@@ -111,7 +111,7 @@ class DecodeLoop:
         return future
 
     def post_requests(self, generations: list[Generation]) -> None:
-        """Add requests. Nobody waits for the decode loop: if one is refused, the error goes to the request."""
+        """Adds requests without waiting for the decode loop: if one is refused, its error goes to the request."""
         self._put(generations)
 
     def _put(self, item: _Command | list[Generation]) -> None:
@@ -120,11 +120,11 @@ class DecodeLoop:
                 raise EngineUnavailable("the engine has stopped", hint="start it again; its log tells why it stopped")
             self._inbox.put(item)
 
-    def prepare(self, update: Update) -> Ready:
+    def prepare(self, update: Update) -> Preparation:
         """Does the part of an update that can run beside decoding, in any thread. Raises if the update is not for this
         model. Otherwise `apply` must follow, and the update's tensors must not change until it has run."""
         patched = update.patches is not None and self.policy is not None and self.policy == update.base
-        return Ready(patched, self._loader.prepare(update, patched))
+        return Preparation(patched, self._loader.prepare(update, patched))
 
     # -- commands, run through `post`
 
@@ -159,7 +159,7 @@ class DecodeLoop:
     def close(self) -> None:
         self._closing = True
 
-    def apply(self, update: Update, ready: Ready) -> Applied:
+    def apply(self, update: Update, ready: Preparation) -> WeightSwitch:
         """Nothing is computed meanwhile. If it fails, parameters may be of no version, and nothing is served until the
         next."""
         started, policy = time.monotonic(), update.policy
@@ -180,7 +180,7 @@ class DecodeLoop:
             collect_rarely()
         for generation in self.scheduler.everyone():
             self._refuse_other_line(generation)
-        return Applied(seconds, len(self.scheduler.running))
+        return WeightSwitch(seconds, len(self.scheduler.running))
 
     def _refuse_other_line(self, generation: Generation) -> None:
         """A request never mixes lines: one that names another line than the served one goes on at another engine."""
@@ -191,9 +191,9 @@ class DecodeLoop:
             served = EngineUnavailable(f"the engine serves line {self.policy.line}, not {wanted}")
             self._outbox.append((generation, served))
 
-    def _load(self, update: Update, ready: Ready) -> None:
+    def _load(self, update: Update, ready: Preparation) -> None:
         if ready.patched and self.policy != update.base:  # other weights were applied since it was prepared
-            ready = Ready(False, self._loader.prepare(update, False))
+            ready = Preparation(False, self._loader.prepare(update, False))
         self._loader.load(update, ready.patched, ready.prepared)
 
     # -- the loop
@@ -213,7 +213,7 @@ class DecodeLoop:
         self._end(failure)
 
     def _end(self, failure: Exception | None) -> None:
-        """Answers all waiting requests and commands, so that nobody waits forever."""
+        """Answers all waiting requests and commands, so that none of them waits forever."""
         self._activity.rest()
         if self._warm:
             collect_as_usual()

@@ -2,7 +2,7 @@
 
 Attention with all that belongs to it is one launch (decode_attention_triton), and the residual is added to in place.
 With exact numerics the bits are those of any other pass, with fast ones they are not. Steps of one to four sequences
-through a dense model then have own products too (models.kernels.narrow_triton).
+through a dense model then have own products too (models.kernels.small_batch_triton).
 """
 
 from __future__ import annotations

@@ -19,11 +19,12 @@ from rollmill.inference.embedded.decode_loop import DecodeLoop, Outbox
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.grammar import Grammars, GrammarState
 from rollmill.inference.engine import (
-    Applied,
     Capabilities,
+    Engine,
     EngineUnavailable,
     GenerateChunk,
     GenerateRequest,
+    WeightSwitch,
     check_request,
 )
 from rollmill.models.config import ModelConfig
@@ -35,7 +36,7 @@ T = TypeVar("T")
 GATHERED = 64  # requests that reach the decode loop together at most: checking as many takes milliseconds
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """An async context manager. Until the first `apply`, requests wait."""
 
     def __init__(
@@ -114,14 +115,13 @@ class EmbeddedEngine:
                 with contextlib.suppress(EngineUnavailable):
                     self._post(lambda: self._decoding.abort(generation))
 
-    async def apply(self, update: Update) -> Applied:
+    async def apply(self, update: Update) -> WeightSwitch:
         async with self._applying:
             with _refused_without_memory(update.policy):
                 ready = await asyncio.to_thread(self._decoding.prepare, update)
                 return await asyncio.wrap_future(self._post(lambda: self._decoding.apply(update, ready)))
 
     async def pause(self) -> None:
-        """Once this returns, no token is computed. Requests are kept."""
         await asyncio.wrap_future(self._post(lambda: self._decoding.set_paused(True)))
 
     async def drain(self) -> None:

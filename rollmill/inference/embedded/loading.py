@@ -23,7 +23,7 @@ from rollmill.models.host_tensors import Auditor, HostFacts, check_layout, devic
 from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.quantize import dequantise, placed_parts, served_type
 from rollmill.models.updates.device_audit import audit, audit_many
-from rollmill.models.updates.patch_preparation import Prepared, prepare
+from rollmill.models.updates.patch_preparation import ParameterChange, prepare
 from rollmill.types import PolicyRef
 from rollmill.weights.format.manifest import TensorEntry, describe, root_digest
 from rollmill.weights.reading.line_follower import Update
@@ -47,11 +47,11 @@ class HostLoader:
         self._model, self._parameters = model, model.state_dict()
         self._auditor = Auditor(self._parameters)
 
-    def prepare(self, update: Update, patched: bool) -> Prepared:
+    def prepare(self, update: Update, patched: bool) -> ParameterChange:
         check_layout(self._parameters, update.tensors)
         return prepare(self._parameters, update.patches if patched else None, update.tensors)
 
-    def load(self, update: Update, patched: bool, prepared: Prepared) -> None:
+    def load(self, update: Update, patched: bool, prepared: ParameterChange) -> None:
         policy = update.policy
         prepared.apply()
         if self._auditor.digest(policy.form, update.patches if patched else None) != policy.digest:
@@ -60,8 +60,8 @@ class HostLoader:
 
 
 @dataclass(frozen=True)
-class _Checked:
-    change: Prepared
+class _Preparation:
+    change: ParameterChange
     facts: HostFacts
 
 
@@ -70,7 +70,7 @@ class DeviceLoader:
         self._parameters = model.state_dict()
         self._served = HostFacts.of({})
 
-    def prepare(self, update: Update, patched: bool) -> _Checked:
+    def prepare(self, update: Update, patched: bool) -> _Preparation:
         check_layout(self._parameters, update.tensors)
         patches, facts = update.patches if patched else None, None
         if patches is not None:
@@ -78,9 +78,9 @@ class DeviceLoader:
         if facts is None or facts.digest != update.policy.digest:  # patches may leave out changes
             patches, facts = None, HostFacts.of(update.tensors)
         _expect_bytes(facts.digest, update.policy)
-        return _Checked(prepare(self._parameters, patches, update.tensors, facts.audits), facts)
+        return _Preparation(prepare(self._parameters, patches, update.tensors, facts.audits), facts)
 
-    def load(self, update: Update, patched: bool, prepared: _Checked) -> None:
+    def load(self, update: Update, patched: bool, prepared: _Preparation) -> None:
         try:
             prepared.change.apply()
         except WeightsError:  # the patches did not lead to the version

@@ -7,7 +7,7 @@
 
 A page is found by content: its key is a hash chain over the policy and all tokens up to its end. So who finds a page
 finds keys and values that exactly this policy computed for exactly these tokens. Many requests may hold a full page;
-nobody writes to it again. A page that is not full is copied by whoever finds it.
+it is not written again. A page that is not full is copied by whoever finds it.
 
 A session also finds the pages of its last turn, whatever policy wrote them: its next turn goes on with them. Other
 sessions never take keys and values of an older policy.
@@ -34,7 +34,7 @@ def root_key(policy: PolicyRef) -> bytes:
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """A cryptographic hash: nobody can make a context that finds the pages of another one."""
+    """A cryptographic hash: no client can make a context that finds the pages of another one."""
     return key_of_bytes(parent, token_bytes(tokens))
 
 
@@ -72,7 +72,7 @@ class Pages:
         self._lengths: dict[bytes, Counter[int]] = {}
         self._sessions: OrderedDict[str, KeptContext] = OrderedDict()
         self._condemned: set[int] = set()
-        self.unclean: list[int] = []  # condemned pages that nobody holds: zero them, then call `cleaned`
+        self.unclean: list[int] = []  # condemned pages without a reference: zero them, then call `cleaned`
 
     @property
     def available(self) -> int:
@@ -106,7 +106,7 @@ class Pages:
             del self._idle[page]
 
     def give(self, pages: Sequence[int], *, keep: bool = False) -> None:
-        """Gives references to different pages back. A page that nobody holds becomes idle if it can be found by
+        """Gives references to different pages back. A page without a reference becomes idle if it can be found by
         content, or with `keep`. The last of `pages` is evicted first: the start of a context serves more requests than
         its end."""
         if not pages:
@@ -184,7 +184,7 @@ class Pages:
         self._sessions.clear()
 
     def condemn(self, pages: Sequence[int]) -> None:
-        """Their contents are bad (NaN): nobody finds them any more, and they are zeroed before they are used again."""
+        """Their contents are bad (NaN): they are not found any more, and they are zeroed before they are used again."""
         self._condemned.update(pages)
         for page in pages:
             self._unname(page)

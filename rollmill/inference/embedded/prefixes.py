@@ -32,7 +32,7 @@ class Prefixes:
         self.hits = self.hit_tokens = 0
 
     def follow(self, policy: PolicyRef) -> None:
-        """`policy` is served now. What is being computed is no longer all of one policy: nobody waits for it."""
+        """`policy` is served now. What is being computed is no longer all of one policy: no request waits for it."""
         if policy is not self._policy:
             self._policy, self._hashed = policy, None
             for generation in set(self._promises.values()):
@@ -122,7 +122,7 @@ class Prefixes:
         generation.promised = [key for key in keys if self._promises.setdefault(key, generation) is generation]
 
     def withdraw(self, generation: Generation) -> None:
-        """Nobody waits for it any more."""
+        """No request waits for it any more."""
         for key in generation.promised:
             if self._promises.get(key) is generation:
                 del self._promises[key]

@@ -95,7 +95,7 @@ class Scheduler:
         self._production: OrderedDict[int, Generation] = OrderedDict()
         self._rollouts: OrderedDict[int, Generation] = OrderedDict()
         self.preemptions = 0
-        self._changed = False  # somebody came or went since the last schedule
+        self._changed = False  # a request came or went since the last schedule
 
     @property
     def waiting(self) -> int:
@@ -244,7 +244,7 @@ class Scheduler:
 
     @property
     def nobody_can_join(self) -> bool:
-        """Whether no request that waits could be admitted: the last schedule admitted all it could, and nobody has come
+        """Whether no request that waits could be admitted: the last schedule admitted all it could, and none has come
         or gone since."""
         return not self.waiting or not self._changed
 

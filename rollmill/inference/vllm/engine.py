@@ -24,12 +24,13 @@ from rollmill.histogram import Histogram
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import Activity
 from rollmill.inference.engine import (
-    Applied,
     Capabilities,
+    Engine,
     EngineBusy,
     EngineUnavailable,
     GenerateChunk,
     GenerateRequest,
+    WeightSwitch,
     check_request,
 )
 from rollmill.inference.vllm.generation import Generation
@@ -40,7 +41,7 @@ from rollmill.types import FinishReason, PolicyRef, same_line
 from rollmill.weights.reading.line_follower import Update
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """An async context manager. Until the first `apply`, requests wait. All methods run in the event loop's thread."""
 
     capabilities = Capabilities("vllm", routes=False, grammars=False, seeds_by_position=False, keeps_cache=False)
@@ -105,7 +106,7 @@ class VllmEngine:
                 self._activity.finished("abort")
                 self._fill()
 
-    async def apply(self, update: Update) -> Applied:
+    async def apply(self, update: Update) -> WeightSwitch:
         """The server's workers read all weights from a file, which is written beside decoding."""
         policy = update.policy
         async with self._changing:
@@ -123,7 +124,7 @@ class VllmEngine:
             await self._go_on()
             seconds = time.monotonic() - started
             self._activity.applied(seconds)
-            return Applied(seconds, running)
+            return WeightSwitch(seconds, running)
 
     async def pause(self) -> None:
         """Once this returns, no token is computed. Requests are kept."""

@@ -21,7 +21,7 @@ _SEEDS = 2**63
 _STRIDE = 0x9E3779B97F4A7C15  # odd: legs that begin at other positions have other seeds
 
 
-class Sampled(NamedTuple):
+class TokenSample(NamedTuple):
     """One token as the server tells it."""
 
     token: int
@@ -43,7 +43,7 @@ class Generation:
     sent_at: float = 0.0
     cached_tokens: int = 0
     _oldest: PolicyRef | None = None
-    _fresh: list[tuple[Sampled, PolicyRef, bytes]] = field(default_factory=list)
+    _fresh: list[tuple[TokenSample, PolicyRef, bytes]] = field(default_factory=list)
     _missing: str = ""
     _queued_since: float | None = None
     _queued_seconds: float = 0.0
@@ -63,7 +63,7 @@ class Generation:
         return len(self.tokens) - len(self.request.tokens) + self.request.answered
 
     @property
-    def told(self) -> int:
+    def top_count(self) -> int:
         """How many of the most likely tokens the server is asked for. Top-k needs all that it keeps."""
         sampling = self.request.sampling
         top_k = sampling.top_k if sampling.cuts and sampling.top_k <= MOST_LOGPROBS else 0
@@ -84,7 +84,7 @@ class Generation:
             "stop_token_ids": list(sampling.stop_tokens),
             "ignore_eos": True,  # the request names its stop tokens
             "detokenize": False,
-            "logprobs": self.told + 1 if self.told else 0,  # the sampled token takes one of the places
+            "logprobs": self.top_count + 1 if self.top_count else 0,  # the sampled token takes one of the places
         }
         if sampling.logit_bias:
             parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
@@ -107,7 +107,7 @@ class Generation:
         """A leg was interrupted: it waits again."""
         self._queued_since = time.monotonic()
 
-    def add(self, sampled: Sampled, policy: PolicyRef) -> None:
+    def add(self, sampled: TokenSample, policy: PolicyRef) -> None:
         self.tokens.append(sampled.token)
         self._oldest = self._oldest or policy
         if self.first_token_at is None:
@@ -150,7 +150,7 @@ class Generation:
         }
 
 
-def kept_tokens(sampling: Sampling, sampled: Sampled, vocab_size: int) -> bytes:
+def kept_tokens(sampling: Sampling, sampled: TokenSample, vocab_size: int) -> bytes:
     """The set of tokens that could be drawn (trajectories/allowed_tokens.py); b"" if the server does not tell all of
     them."""
     if not 0 < sampling.top_k <= MOST_LOGPROBS:

@@ -17,7 +17,7 @@ import aiohttp
 
 from rollmill.errors import EngineError
 from rollmill.inference.engine import EngineUnavailable
-from rollmill.inference.vllm.generation import Generation, Sampled
+from rollmill.inference.vllm.generation import Generation, TokenSample
 from rollmill.types import FinishReason
 
 SOCKET = "vllm.sock"
@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.2
 
 
 class Piece(NamedTuple):
-    sampled: list[Sampled]
+    sampled: list[TokenSample]
     finish: FinishReason | None
 
 
@@ -86,7 +86,7 @@ class Client:
                     *lines, pending = (pending + arrived).split(b"\n")
                     for line in lines:
                         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                            yield _piece(line[6:], one.told, version)
+                            yield _piece(line[6:], one.top_count, version)
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"the vLLM server does not answer: {error}", hint="its log says why") from None
 
@@ -109,7 +109,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> EngineError:
     return EngineError(f"vLLM answered {response.status} to {response.url.path}: {text}")
 
 
-def _piece(data: bytes, told: int, version: str) -> Piece:
+def _piece(data: bytes, top_count: int, version: str) -> Piece:
     """One event of a stream. Raises EngineUnavailable if it tells of tokens by another version."""
     try:
         event = json.loads(data)
@@ -118,7 +118,7 @@ def _piece(data: bytes, told: int, version: str) -> Piece:
         (choice,) = event["choices"]
         tokens = choice["token_ids"] or []
         entries = choice["logprobs"]["content"] if tokens else []
-        sampled = [_sampled(entry, told) for entry in entries]
+        sampled = [_sampled(entry, top_count) for entry in entries]
         if [one.token for one in sampled] != tokens:
             raise ValueError("tokens and log-probs disagree")
         others = {span["version"] for span in choice.get("weight_versions") or ()} - {version}
@@ -130,8 +130,8 @@ def _piece(data: bytes, told: int, version: str) -> Piece:
     return Piece(sampled, finish if finish in ("stop", "length") else None)
 
 
-def _sampled(entry: Mapping[str, Any], told: int) -> Sampled:
+def _sampled(entry: Mapping[str, Any], top_count: int) -> TokenSample:
     """The server lists the sampled token first, and then the most likely ones."""
-    listed = {int(each["token_id"]): float(each["logprob"]) for each in entry["top_logprobs"]} if told else {}
-    best = sorted(listed.items(), key=lambda pair: -pair[1])[:told]
-    return Sampled(int(entry["token_id"]), float(entry["logprob"]), best)
+    listed = {int(each["token_id"]): float(each["logprob"]) for each in entry["top_logprobs"]} if top_count else {}
+    best = sorted(listed.items(), key=lambda pair: -pair[1])[:top_count]
+    return TokenSample(int(entry["token_id"]), float(entry["logprob"]), best)

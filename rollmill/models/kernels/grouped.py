@@ -18,7 +18,7 @@ from rollmill.models.kernels.forms import seen
 from rollmill.models.triton import has_triton
 
 
-class Sorted(NamedTuple):
+class ExpertRows(NamedTuple):
     """(token, choice) pairs in expert order, R = N · k of them."""
 
     order_R: Tensor  # int64, row r is pair order[r] of the flattened [N, k]
@@ -27,19 +27,19 @@ class Sorted(NamedTuple):
     ends_E: Tensor  # int32, where the rows of each expert end
 
 
-def sort_by_expert(chosen_Nk: Tensor, experts: int) -> Sorted:
+def sort_by_expert(chosen_Nk: Tensor, experts: int) -> ExpertRows:
     """A stable sort, so the order of an expert's rows does not depend on the algorithm."""
     if has_triton(chosen_Nk.device):
         from rollmill.models.kernels.routing_triton import sort_pairs
 
-        return Sorted(*sort_pairs(chosen_Nk.contiguous(), experts))
+        return ExpertRows(*sort_pairs(chosen_Nk.contiguous(), experts))
     expert_R = chosen_Nk.flatten().to(torch.uint8 if experts <= 256 else torch.int16)  # fewer digits to sort by
     sorted_R, order_R = expert_R.sort(stable=True)
     rank_R = torch.arange(order_R.numel(), device=order_R.device)
     place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
     numbers_E = torch.arange(experts, device=sorted_R.device, dtype=sorted_R.dtype)
     ends_E = torch.searchsorted(sorted_R, numbers_E, right=True, out_int32=True)
-    return Sorted(order_R, order_R // chosen_Nk.shape[1], place_Nk, ends_E)
+    return ExpertRows(order_R, order_R // chosen_Nk.shape[1], place_Nk, ends_E)
 
 
 def groups(x: Tensor, *weights: Tensor) -> bool:
@@ -56,7 +56,7 @@ class _Experts(Function):
         weights_Nk: Tensor,
         gate_up_EWF: Tensor,
         down_EfW: Tensor,
-        rows: Sorted,
+        rows: ExpertRows,
         skip_NW: Tensor | None,
         form: str,
         exact: bool,
@@ -73,7 +73,7 @@ class _Experts(Function):
         from rollmill.models.kernels.fused_triton import gather_sum, spread, swiglu_backward
 
         x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rest = ctx.saved_tensors
-        rows = Sorted(*rest)
+        rows = ExpertRows(*rest)
         grad_RW = spread(grad_NW, rows.place_Nk)
         grad_Rf = torch._grouped_mm(grad_RW, down_EfW.transpose(1, 2), offs=rows.ends_E)  # without the gate weight
         grad_gate_up_RF, inner_Rf, grad_weights = swiglu_backward(
@@ -97,7 +97,7 @@ class _Experts(Function):
 
 
 def _products(
-    x_NW: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted, form: str, exact: bool
+    x_NW: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: ExpertRows, form: str, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns (rows of gate_up, the experts' outputs).
 

@@ -204,7 +204,7 @@ def _count_blocks(chosen: Tensor, experts: int) -> Tensor:
 
 
 def sort_pairs(chosen_Nk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `grouped.Sorted`. Counts each block of pairs first, so each block knows where its rows start."""
+    """The fields of `grouped.ExpertRows`. Counts each block of pairs first, so each knows where its rows start."""
     pairs, device = chosen_Nk.numel(), chosen_Nk.device
     (blocks,), sizes = _blocks(pairs, experts)
     order_R, token_R = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(2))

@@ -21,7 +21,7 @@ from rollmill.errors import WeightsError
 from rollmill.models.triton import has_triton
 from rollmill.models.updates.bits import bits_of, ordered, packed_bits
 from rollmill.models.updates.device_audit import audit, audit_change
-from rollmill.models.updates.patch_preparation import Prepared, apply_changes, prepare
+from rollmill.models.updates.patch_preparation import ParameterChange, apply_changes, prepare
 
 if TYPE_CHECKING:
     from rollmill.models.updates.delta_batch import Batch, DeviceStreams
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Differences",
     "Pair",
-    "Prepared",
+    "ParameterChange",
     "SparseStreams",
     "apply_changes",
     "audit",

@@ -1,8 +1,8 @@
 """Changes parameters in place, with a short pause: what takes time is done before it.
 
 `prepare` checks the changes, converts them and moves them to the parameters' devices while decoding goes on.
-`Prepared.apply` runs between two decode steps: it writes the new values, audits them, and waits for both. Values are
-absolute, so applying twice, or again after a crash, does no harm.
+`ParameterChange.apply` runs between two decode steps: it writes the new values, audits them, and waits for both. Values
+are absolute, so applying twice, or again after a crash, does no harm.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def prepare(
     patches: Mapping[str, list[Patch] | None] | None,
     tensors: Mapping[str, HostTensor],
     expected: Mapping[str, int] | None = None,
-) -> Prepared:
+) -> ParameterChange:
     """Prepare to change `parameters` to the version whose bytes are `tensors`. No parameter is changed yet.
 
     `patches` maps names to lists of changes, or to None to copy that tensor whole; None instead of the mapping copies
@@ -82,7 +82,7 @@ def prepare(
             changes[parameter.device].add_whole(parameter, form, tensors[name].data)
         else:
             changes[parameter.device].add_patches(parameter, form, listed)
-    return Prepared(list(changes.values()), {name: targets[name] for name in expected}, expected)
+    return ParameterChange(list(changes.values()), {name: targets[name] for name in expected}, expected)
 
 
 def _device_change(device: torch.device) -> DeviceChange:
@@ -121,7 +121,7 @@ def _check(name: str, patches: Sequence[Patch], target: Audited) -> None:
             raise WeightsError(f"{name}: a patch changes an element beyond its {parameter.numel()}")
 
 
-class Prepared:
+class ParameterChange:
     """A change of parameters that is ready to be applied."""
 
     def __init__(

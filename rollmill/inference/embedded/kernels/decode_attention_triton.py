@@ -2,10 +2,10 @@
 
 A program takes one sequence and one KV head, with all query heads that share it. The new key and value go to their
 page, and enter the sums from registers. The time is that of the loads: with few programs each takes many keys at once,
-with many programs each is one warp, so that many run at once on a multiprocessor. Among the kernels of `narrow_triton`
-it starts early, by their rules.
+with many programs each is one warp, so that many run at once on a multiprocessor. Among the kernels of
+`small_batch_triton` it starts early, by their rules.
 
-With exact numerics the sums are those of `ordered_attention_triton`: in its order, with its tiles of 64 rows.
+With exact numerics the sums are those of `attention.fixed_order_triton`: in its order, with its tiles of 64 rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.kernels import paged_triton
 from rollmill.inference.embedded.kernels.paged_triton import Plan, heads_together, kept
-from rollmill.models.kernels.attention.ordered_triton import LOG2_E, shape_of, weigh
+from rollmill.models.kernels.attention.fixed_order_triton import LOG2_E, shape_of, weigh
 from rollmill.models.kernels.attention.rotate_triton import turned
 from rollmill.models.kernels.small_batch_triton import begin, starts_early
 
@@ -120,7 +120,7 @@ def attend_one(
     early: bool = False,
 ) -> Tensor:
     """[B, H · D] from packed rows q|k|v before rotation. `angles` are the tables of all positions. `early`: it is
-    launched among kernels of `narrow_triton`."""
+    launched among kernels of `small_batch_triton`."""
     heads, group, dim = cache.kv_heads, cache.group, cache.head_dim
     out = torch.empty((len(qkv), heads * group * dim), dtype=qkv.dtype, device=qkv.device)
     early = early and starts_early(qkv.device)
@@ -165,7 +165,7 @@ def _attend_exactly(
     q, q_other = _halves(own, (first + row) * D, d, inside, D, "")
     k, k_other = _halves(own, (GROUP * HEADS + head + tl.zeros([1, 1], tl.int32)) * D, d, d >= 0, D, "")
     v = tl.load(own + ((GROUP + 1) * HEADS + head) * D + d)
-    # the last keys are loaded before the others, so that nobody waits for them at the end
+    # the last keys are loaded before the others, so that the end does not wait for them
     whole = position // KEYS * KEYS
     last = whole + tl.arange(0, KEYS)
     last_k, last_v = _load_keys(

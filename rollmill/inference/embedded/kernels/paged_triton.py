@@ -1,8 +1,8 @@
 """Attention over the pages of the KV cache on CUDA, for single tokens and for chunks of prompts.
 
 A program takes a tile: adjacent positions of one sequence, for the query heads that share a KV head
-(ordered_attention_triton). The kernel reads the lengths on the device, so a launch depends only on the number of tiles
-and can be recorded.
+(attention.fixed_order_triton). The kernel reads the lengths on the device, so a launch depends only on the number of
+tiles and can be recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
-from rollmill.models.kernels.attention.ordered_triton import attend_pages, shape_of
+from rollmill.models.kernels.attention.fixed_order_triton import attend_pages, shape_of
 from rollmill.models.kernels.attention.varlen import values_in_keys
 
 ROWS = 64  # query rows in a tile of several positions

@@ -5,7 +5,7 @@ move log-probs by 1e-2. There are two ways:
 
     logprobs      for any loss of log-probs and entropies: the backward pass computes the logits again
     next_token    for Σ weight · (−log-prob) with known weights: the forward pass computes the gradients too, so logits
-                  are computed once; on Hopper the product writes their exponentials instead (powers_triton)
+                  are computed once; on Hopper the product writes their exponentials instead (exp_logits_triton)
 
 Gradients of logits are in the model's type, and in FP8 for a model in that form (head_gradients).
 """

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from rollmill.chat.rendered_conversation import Rendered
+from rollmill.chat.rendered_conversation import RenderedConversation
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import Config, LocalPath
 from rollmill.errors import ConfigError, StorageError, TrainingError, TrajectoryError
@@ -117,11 +117,11 @@ class TrajectoryDocuments:
         return Document(cut.tokens, cut.learnt, ["trajectory cut" if cut.ends else "trajectory left out: too long"])
 
 
-def _rendered(segments: Sequence[Segment]) -> list[Rendered]:
+def _rendered(segments: Sequence[Segment]) -> list[RenderedConversation]:
     """Tokens as sampled, and which are learnt: sampled, and on the way to the outcome."""
     credits = credit_of(segments, "path")
     return [
-        Rendered(
+        RenderedConversation(
             segment.tokens.tolist(),
             (segment.sampled & (credit > 0)).tolist(),
             [span.end for span in segment.spans],
