@@ -39,7 +39,7 @@ _REMEMBERED = 1024
 # child that could not start from a grammar that costs too much.
 _CHILD = """
 import json, os, resource, sys
-os.nice(10)
+os.nice(5)
 seconds, size, limits, sys.path = json.loads(sys.argv[1])
 import llguidance
 print("ready", flush=True)
