@@ -175,6 +175,7 @@ class Engine(ABC):
     implement it."""
 
     capabilities: Capabilities
+    ended: Future[None]  # done when the engine has stopped for good, with the error that stopped it
 
     @abstractmethod
     def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
@@ -206,11 +207,6 @@ class Engine(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]: ...
-
-    @property
-    @abstractmethod
-    def ended(self) -> Future[None]:
-        """A future that is done when the engine has stopped for good, with the error that stopped it."""
 
     @property
     def histograms(self) -> Mapping[str, Histogram]:

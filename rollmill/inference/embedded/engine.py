@@ -70,6 +70,7 @@ class EmbeddedEngine(Engine):
         self._activity = Activity(name, region)
         where = choose_device(device)
         self._decoding = DecodeLoop(model, config, self._activity, self._send, device=where, form=form, exact=exact)
+        self.ended = self._decoding.ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = 0
         self._checked: list[int] = []  # the context that was checked last
@@ -85,11 +86,6 @@ class EmbeddedEngine(Engine):
         with contextlib.suppress(EngineUnavailable):
             self._post(self._decoding.close)
         await asyncio.to_thread(self._decoding.thread.join)
-
-    @property
-    def ended(self) -> Future[None]:
-        """Done when the decode loop has stopped. Holds the error if one stopped it."""
-        return self._decoding.ended
 
     async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
         if not check_request(request, self._vocab_size, self._checked):

@@ -58,7 +58,7 @@ class VllmEngine(Engine):
     ) -> None:
         """`ended`: done when the server process has ended, with the error."""
         self.name, self.region = name, region
-        self.ended: Future[None] = ended or Future()
+        self.ended = ended or Future()
         self._server, self._model, self._config = server, model, config
         self._limit = min(model.max_context, config.cache_tokens)
         self._handover = Handover(server.directory)
