@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rollmill.cli.admit import select
+from rollmill.cli.experience.trajectory_commands import experience_of
 from rollmill.cli.main import app
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
@@ -84,7 +84,7 @@ class Mill:
 
 def admitted(mill: Mill, source: Mill | None = None, **named: bool) -> dict[str, tuple[str, str]]:
     from_run = (source or mill).run
-    rows = select((source or mill).store, TrajectoryQuery(state="graded"), from_run.id)
+    rows = experience_of((source or mill).store, TrajectoryQuery(state="graded"), from_run.id)
     verdicts = admit_trajectories(mill.run, None, rows, from_run, **named)
     return {each.group_id: (each.decision, each.reason) for each in verdicts}
 
@@ -254,6 +254,6 @@ def test_production_of_another_run_in_the_same_database_is_not_taken(first: Mill
     """Both runs may call their versions the same."""
     for number, of in enumerate(("", "another-run", "")):
         first.add_group(f"live{number}", ["rl@3"] * 2, run="production", split="", of=of)
-    rows = select(first.store, TrajectoryQuery(state="graded", line="rl", limit=12), first.run.id)
+    rows = experience_of(first.store, TrajectoryQuery(state="graded", line="rl", limit=12), first.run.id)
     assert {row.group_id for row in rows if row.run == "production"} == {"live0", "live2"}
-    assert len(select(first.store, TrajectoryQuery(state="graded", limit=9), first.run.id)) == 9
+    assert len(experience_of(first.store, TrajectoryQuery(state="graded", limit=9), first.run.id)) == 9

@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cli.admit import print_verdicts, select
 from rollmill.cli.experience import transcripts as transcript
 from rollmill.cli.experience.filters import (
     LengthRange,
@@ -35,6 +35,7 @@ from rollmill.cli.experience.filters import (
 )
 from rollmill.cli.experience.transcripts import STATES, duration, reward_text, safe, versions
 from rollmill.errors import ConfigError, GatewayError, StorageError, TrajectoryError
+from rollmill.feedback.collect import PRODUCTION
 from rollmill.gateway.sessions.forgetting import forget_in_log
 from rollmill.gateway.sessions.registry import pseudonym, read_open_session
 from rollmill.rollouts.gateway_client import GatewayClient
@@ -44,7 +45,9 @@ from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.tls import trust
+from rollmill.trajectories.admission import Verdict
 from rollmill.trajectories.export import export_trajectories
+from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Trajectory
@@ -60,6 +63,7 @@ Store = Annotated[str | None, typer.Option("--objects", help="object store of th
 _COLUMNS = ("id", "state", "reward", "task", "split", "tokens", "sampled by", "age", "reason")
 _SPARE = ("sampled by", "split", "tokens", "age", "task")  # left out of a narrow terminal, in this order
 _UNBOUNDED = 1 << 20
+_DECISIONS = {"admitted": "admitted", "stale": "stale", "no_room": "no room", "refused": "refused"}
 _LONGEST = 4000  # characters of one message, unless --full
 
 
@@ -191,8 +195,8 @@ def admit(
     query = query_of("graded", solved, reward, length, task, version, split, "newest", limit)
     run, (other, store) = open_with_index(run_dir), _open(source or run_dir, None, None)
     assert other is not None
-    rows = [store.get(id) for id in ids] if ids else select(store, query, other.id)
-    print_verdicts(admit_trajectories(run, stage, rows, other, wait_s=wait, dry_run=dry_run), dry_run)
+    rows = [store.get(id) for id in ids] if ids else experience_of(store, query, other.id)
+    _print_verdicts(admit_trajectories(run, stage, rows, other, wait_s=wait, dry_run=dry_run), dry_run)
 
 
 @app.command()
@@ -429,3 +433,29 @@ def _cells(row: TrajectoryRow) -> Iterator[Text]:
     yield safe(versions(row), "dim")
     yield safe(duration(time.time() - row.created_at), "dim")
     yield safe(" ".join((row.reason or "").split()))
+
+
+def experience_of(store: TrajectoryStore, query: TrajectoryQuery, run_id: str) -> list[TrajectoryRow]:
+    """The rollouts of a run and its production traffic, as far as the query asks for them. Runs may share a database:
+    a conversation that names another run, or none, is not taken."""
+    rows = store.find(replace(query, of_run=run_id))
+    production = store.find(replace(query, run=PRODUCTION, limit=None))
+    rows += [row for row in production if row.provenance.get("run") == run_id]
+    return rows[: query.limit]
+
+
+def _print_verdicts(verdicts: Sequence[Verdict], dry_run: bool) -> None:
+    """One line per decision and reason; every trajectory is in one of them."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    groups: Counter[tuple[str, str]] = Counter()
+    trajectories: Counter[tuple[str, str]] = Counter()
+    for each in verdicts:
+        groups[each.decision, each.reason] += 1
+        trajectories[each.decision, each.reason] += len(each.ids)
+    for decision, word in _DECISIONS.items():
+        for key, count in sorted(groups.items()):
+            if key[0] == decision:
+                console.print(f"{word}: {count} groups, {trajectories[key]} trajectories: {key[1]}")
+    total = sum(1 for each in verdicts if each.decision == "admitted")
+    verb = "would be admitted" if dry_run else "admitted"
+    console.print(f"{total} of {len(verdicts)} groups {verb}" if verdicts else "no graded trajectory matches")
