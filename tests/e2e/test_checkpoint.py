@@ -14,7 +14,7 @@ import transformers
 from typer.testing import CliRunner
 
 from rollmill.cli.train import run_to_report
-from rollmill.cli.weights import app
+from rollmill.cli.weights.weights_commands import app
 from rollmill.config import load_config
 from rollmill.launch.supervise import drive
 from rollmill.models.decoder import Decoder

@@ -12,8 +12,9 @@ import pytest
 
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines import probe
+from rollmill.machines.agent_machine import AgentMachineConfig
 from rollmill.machines.guest import linux as kernel
-from rollmill.machines.images.image import BUILT_IN, Image, Places
+from rollmill.machines.images.image import BUILT_IN, Image
 from rollmill.machines.machine import Machine
 from rollmill.machines.namespace import client, emulation
 from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine, emulated
@@ -77,10 +78,10 @@ async def test_slowdown_is_measured_once_and_leaves_no_machine(monkeypatch: pyte
     obtain_real, create_real = client.obtain_image, host.create
     measured, made = list[Machine](), list[NamespaceMachine]()
 
-    async def obtain(name: str, places: Places) -> Image:
+    async def obtain(name: str, config: AgentMachineConfig) -> Image:
         if name == "other":
             return Image(name, root="/absent", architecture=OTHER)
-        return await obtain_real(name, places)
+        return await obtain_real(name, config)
 
     async def create(name: str) -> NamespaceMachine:
         """A machine of this host in the place of either."""
@@ -151,7 +152,7 @@ async def test_a_host_that_starts_later_ends_no_machine_of_another_image(
     (tmp_path / "packages").mkdir()
     real, image = client.obtain_image, Image("a", packages=str(tmp_path / "packages"))
 
-    async def obtain(name: str, places: Places) -> Image:
+    async def obtain(name: str, config: AgentMachineConfig) -> Image:
         return image if name == "a" else await real(name, places)
 
     monkeypatch.setattr(client, "obtain_image", obtain)

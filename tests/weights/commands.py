@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from rollmill.cli.weights import app
+from rollmill.cli.weights.weights_commands import app
 from rollmill.storage.objects import Objects
 from rollmill.weights import WeightStore
 
