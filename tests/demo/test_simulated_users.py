@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from rollmill.config import load_config
 from rollmill.demo.second_act import POPULATION, WALKS
-from rollmill.demo.simulated_users import FOLDER, Seen, _accepts, load_population, visit
+from rollmill.demo.simulated_users import FOLDER, Sign, _accepts, load_population, visit
 from rollmill.demo.walks import FILES, Walk
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.errors import ConfigError
@@ -79,5 +79,5 @@ def test_every_user_of_the_second_act_accepts_a_walk_without_a_needless_turn() -
     turns = 2 * FILES + 1  # each file is read and summarised, then there is an answer
     for taste in load_population(POPULATION).users:
         for more, solved in ((0, 1.0), (0, 0.0), (1, 1.0)):
-            seen = dict.fromkeys(get_args(Seen), 0.0) | {"solved": solved, "turns": turns + more, "constant": 1.0}
+            seen = dict.fromkeys(get_args(Sign), 0.0) | {"solved": solved, "turns": turns + more, "constant": 1.0}
             assert _accepts(taste.likes, seen) == (solved == 1.0 and not (more and taste.name == "hasty"))

@@ -153,7 +153,7 @@ async def test_a_host_that_starts_later_ends_no_machine_of_another_image(
     real, image = client.obtain_image, Image("a", packages=str(tmp_path / "packages"))
 
     async def obtain(name: str, config: AgentMachineConfig) -> Image:
-        return image if name == "a" else await real(name, places)
+        return image if name == "a" else await real(name, config)
 
     monkeypatch.setattr(client, "obtain_image", obtain)
     host = NamespaceHost()
