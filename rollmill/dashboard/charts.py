@@ -79,7 +79,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _PlacedSeries:
     """A series in places of the drawing."""
 
     series: Series
@@ -237,16 +237,16 @@ def _frame(series: Sequence[Series], axes: Axes, width: float, bars: int = 0) ->
     return Frame(width, height, Scale(low - half, high + half, left, width - margin), y, axes)
 
 
-def _place(frame: Frame, series: Series) -> _Drawn:
+def _place(frame: Frame, series: Series) -> _PlacedSeries:
     """Smoothing comes after placing, so that on a log scale it smooths the logarithms."""
     points = series.points[:: math.ceil(len(series.points) / MAX_MARKS) or 1]
     placed = [(frame.x(position), frame.y(value)) for position, value in points if math.isfinite(value)]
     if series.dots:
-        return _Drawn(series, placed, ())
-    return _Drawn(series, placed, smooth(placed)) if series.smooth else _Drawn(series, (), placed)
+        return _PlacedSeries(series, placed, ())
+    return _PlacedSeries(series, placed, smooth(placed)) if series.smooth else _PlacedSeries(series, (), placed)
 
 
-def _end_labels(frame: Frame, drawn: Sequence[_Drawn]) -> list[tuple[float, str, str]]:
+def _end_labels(frame: Frame, drawn: Sequence[_PlacedSeries]) -> list[tuple[float, str, str]]:
     """The name of each line beside its last value, pushed apart where they would overlap."""
     ends = sorted((one.end, one.series.name, one.colour) for one in drawn if one.end is not None)
     labels, lowest = [], 0.0

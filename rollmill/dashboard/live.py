@@ -20,7 +20,16 @@ from rollmill.dashboard.chapters import chapters
 from rollmill.dashboard.costs import costs_chapter
 from rollmill.dashboard.figures import Event, figures, finite
 from rollmill.dashboard.loans import LOANS, loans_chapter, read_loans
-from rollmill.dashboard.queries import Costs, Queue, Served, read_cycles, read_queue, read_recent, read_served, run_keys
+from rollmill.dashboard.queries import (
+    Costs,
+    Queue,
+    VersionTraffic,
+    read_cycles,
+    read_queue,
+    read_recent,
+    read_served,
+    run_keys,
+)
 from rollmill.dashboard.render import render
 from rollmill.dashboard.report import every_figure, incidents, lead, tiles
 from rollmill.dashboard.run_source import Source
@@ -77,13 +86,14 @@ class Live:
         source = self._source
         keys = run_keys(source.database, source.only)
         found = read_recent(source.database, keys[-SHOWN_KEYS:], MOST_RECENT)
-        return _body(
+        return _part(
+            "body",
             {
                 "head": _part("of_database", source.name, len(keys)),
                 "cycle": _part("cycles", self._cycles()),
                 "runs": _part("recent", found, MOST_RECENT) if found else Markup(""),
                 "regions": _part("regions", [], self._channels(), [], {}),
-            }
+            },
         )
 
     def _of_run(self, watch: Watch) -> Markup:
@@ -105,7 +115,8 @@ class Live:
         evaluation = _unfinished(next(reversed([*watch.all("eval_progress")]), {}))
         resume = f"rollmill train --resume {run.path}"
         served = f"/trajectories?run={PRODUCTION}"
-        return _body(
+        return _part(
+            "body",
             {
                 "head": _part(
                     "of_run", run.config.name, state, evaluation, resume, drawn.pop("lead"), drawn.pop("tiles")
@@ -120,7 +131,7 @@ class Live:
                 "costs": drawn.pop("costs"),
                 "regions": _part("regions", engines, self._channels(), self._heads(run), lent),
                 **drawn,
-            }
+            },
         )
 
     def _draw(self, run: RunDirectory, watch: Watch, stage: str, costs: Costs | None) -> Parts:
@@ -154,7 +165,7 @@ class Live:
         only = self._source.only
         return read_cycles(self._source.database, only) if only is not None and self._source.exists else {}
 
-    def _served(self, run: RunDirectory) -> dict[str, Served]:
+    def _served(self, run: RunDirectory) -> dict[str, VersionTraffic]:
         if not self._source.exists:
             return {}
         return self._now_and_then("users", lambda: read_served(self._source.database, run.id, MOST_RECENT), USERS_S)
@@ -187,10 +198,6 @@ class Live:
 
 def _part(name: str, *arguments: object) -> Markup:
     return render("overview", name, *arguments)
-
-
-def _body(parts: Parts) -> Markup:
-    return render("overview", "body", parts)
 
 
 def _unfinished(evaluation: Event) -> dict[str, object] | None:

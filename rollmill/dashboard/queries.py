@@ -200,7 +200,7 @@ def read_recent(engine: sa.Engine, keys: Sequence[str], most: int) -> list[Recen
 
 
 @dataclass
-class Served:
+class VersionTraffic:
     """Conversations of users with one version."""
 
     conversations: int = 0
@@ -209,7 +209,7 @@ class Served:
     signals: Counter[str] = field(default_factory=Counter)  # by kind
 
 
-def read_served(engine: sa.Engine, run: str, most: int) -> dict[str, Served]:
+def read_served(engine: sa.Engine, run: str, most: int) -> dict[str, VersionTraffic]:
     """Of the newest `most` conversations of production those that were recorded for the run, by version; the newest
     first."""
     names = ("id", "run", "provenance", "line", "newest_version", "segments", "state", "created_at")
@@ -220,12 +220,12 @@ def read_served(engine: sa.Engine, run: str, most: int) -> dict[str, Served]:
     mine = query.subquery()
     said = sa.select(feedback.c.trajectory, feedback.c.kind).join(mine, mine.c.id == feedback.c.trajectory)
     said = said.where(feedback.c.kind != "task")  # names the kind of task: no report
-    found: dict[str, Served] = {}
-    by_id: dict[str, Served] = {}
+    found: dict[str, VersionTraffic] = {}
+    by_id: dict[str, VersionTraffic] = {}
     with reading(engine) as connection:
         for row in connection.execute(query):
             version = f"{row.line}@{row.newest_version}" if row.line else "still open"
-            served = by_id[row.id] = found.setdefault(version, Served())
+            served = by_id[row.id] = found.setdefault(version, VersionTraffic())
             served.conversations += 1
             served.contexts += row.segments or 0
         spoken = connection.execute(said).all()
