@@ -83,15 +83,7 @@ async def _read(
 ) -> HandIn:
     if isinstance(task.submission, WholeDiff):
         diff = await take_diff(machine, task, task.submission, clean)
-        return HandIn(
-            files=diff.files,
-            deleted=diff.deleted,
-            executable=diff.executable,
-            links=diff.links,
-            refused=diff.refused,
-            result=result,
-            seconds=seconds,
-        )
+        return HandIn(**vars(diff), result=result, seconds=seconds)
     files = {}
     for path in task.submission:
         with contextlib.suppress(OSError):

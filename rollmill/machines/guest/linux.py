@@ -211,6 +211,11 @@ def files_as(user: int, *capabilities: int) -> Iterator[None]:
         set_capabilities(before)
 
 
+def version() -> tuple[int, ...]:
+    """The kernel's, as two numbers."""
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+
+
 def has_capability(capability: int) -> bool:
     with open("/proc/self/status") as status:
         effective = next(line for line in status if line.startswith("CapEff:"))

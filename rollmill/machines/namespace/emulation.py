@@ -48,8 +48,7 @@ def missing(architecture: str) -> str | None:
     """What this host lacks to run programs of another architecture in namespace machines; None if nothing."""
     if architecture not in _ELF_MACHINES:
         return f"no emulator for {architecture!r} is known"
-    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if release < _SINCE:
+    if kernel.version() < _SINCE:
         return f"Linux {_SINCE[0]}.{_SINCE[1]} or newer is needed, this is {os.uname().release}"
     if "binfmt_misc" not in Path("/proc/filesystems").read_text():
         return "the kernel has no binfmt_misc (`modprobe binfmt_misc`)"

@@ -290,8 +290,7 @@ class Host:
         socket.send_fds(self._control, [json.dumps(message).encode()], files)
 
     def _counts_processes(self) -> bool:
-        release = os.uname().release.split("-")[0].split(".")
-        return self._identities > 1 or (int(release[0]), int(release[1])) >= _PER_NAMESPACE_COUNTS
+        return self._identities > 1 or kernel.version() >= _PER_NAMESPACE_COUNTS
 
     def _usable_forks(self) -> forks.Forks | None:
         """Only where a control group counts what frozen layers hold."""

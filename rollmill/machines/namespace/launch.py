@@ -68,8 +68,7 @@ def hint() -> str:
         return "`sudo sysctl -w kernel.unprivileged_userns_clone=1` allows user namespaces, or run as root"
     if _setting("user/max_user_namespaces") == "0":
         return "`sudo sysctl -w user.max_user_namespaces=65536` allows user namespaces"
-    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if release < (5, 12):
+    if kernel.version() < (5, 12):
         return f"Linux 5.12 or newer is needed, this is {os.uname().release}"
     if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
         return "in a container: `docker run --privileged`, or --security-opt seccomp=unconfined,systempaths=unconfined"
