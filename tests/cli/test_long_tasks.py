@@ -31,7 +31,8 @@ class Script(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
-        begins, summed = len(messages) == 2, NOTE in str(messages[1]["content"])  # after the system message
+        task = next(message for message in messages if message["role"] == "user")
+        begins, summed = task is messages[-1], NOTE in str(task["content"])
         if "Please summarise" in str(messages[-1]["content"]):
             message: dict[str, Any] = {"role": "assistant", "content": NOTE}
         elif not summed:
