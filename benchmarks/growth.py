@@ -133,10 +133,15 @@ def filled(trajectories: int) -> tuple[Ledger, TrajectoryStore]:
         with engine.begin() as connection:
             for table, values in rows(range(start, min(groups, start + _CHUNK))):
                 connection.execute(table.insert(), values)
+    analyse(engine)
+    return ledger, store
+
+
+def analyse(engine: sa.Engine) -> None:
+    """What PostgreSQL does by itself within a minute: without statistics it plans for empty tables."""
     if engine.dialect.name == "postgresql":
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("ANALYZE")
-    return ledger, store
 
 
 def milliseconds(ask: Callable[[Ledger, TrajectoryStore], object], trajectories: int) -> float:
@@ -218,6 +223,7 @@ def collect_conversations(conversations: int) -> float:
             )
 
     end(range(1, conversations))
+    analyse(store._engine)
     ended = Conversations(store._engine, RUN, settle_s=0.0)
     ended.look(conversations * 100.0 - 1)
     costs = []
