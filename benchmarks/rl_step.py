@@ -39,8 +39,9 @@ from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.pass_size import fitted
 from rollmill.training.publishing.background import Background
+from rollmill.training.publishing.exporter import Exporter
 from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.types import Version
 from rollmill.weights.reading.line_follower import Follower
 from rollmill.weights.reading.weight_store import WeightStore
@@ -91,7 +92,7 @@ class Trainer:
         self._model.recompute_mlp, self._tokens = bool(settings.recompute_mlp), settings.tokens_per_microbatch
         self._optimizer = MasterOptimizer(self._model, OptimizerConfig(lr=1e-6), "bf16")
         store = WeightStore(Objects.open(directory))
-        self._publisher = WHOLE.publisher(self._model, store, "main", "bf16", settings)
+        self._publisher = Exporter(SINGLE, self._model, store, "main", ["bf16"], settings)
         self._writing: Background[float] = Background("publish")
         self.number = 0
         self.publish()
@@ -116,7 +117,7 @@ class Trainer:
         started = time.perf_counter()
         gradient = PolicyGradient(RLConfig(), None, len(sequences))
         parts = pack(sequences, self._tokens or 1)
-        figures = gradient.backward(self._model, StepSequences(parts, [], None), self._optimizer.accumulate, WHOLE)
+        figures = gradient.backward(self._model, StepSequences(parts, [], None), self._optimizer.accumulate, SINGLE)
         assert np.isfinite(figures["loss"])
         assert self._optimizer.update(1e-6).applied
         published = self.wait()

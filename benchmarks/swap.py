@@ -36,7 +36,8 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
 from rollmill.storage.objects import Objects
 from rollmill.training.config import TrainingConfig
-from rollmill.training.single import WHOLE
+from rollmill.training.publishing.exporter import Exporter
+from rollmill.training.single import SINGLE
 from rollmill.types import Sampling, Version
 from rollmill.weights.reading.line_follower import Follower, Update
 from rollmill.weights.reading.weight_store import WeightStore
@@ -78,7 +79,7 @@ def train(directory: Path, config: ModelConfig, device: Device, orders: Connecti
         model = Decoder(config, torch.bfloat16)
     draw_(model, 1)
     store = WeightStore(Objects.open(directory))
-    publisher = WHOLE.publisher(model, store, "main", "bf16", TrainingConfig(snapshot_every=1000))
+    publisher = Exporter(SINGLE, model, store, "main", ["bf16"], TrainingConfig(snapshot_every=1000))
     while (number := orders.recv()) is not None:
         _change(model, number)
         if device == "cuda":

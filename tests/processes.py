@@ -16,7 +16,7 @@ SERVER.set_forkserver_preload(
         "pytest",
         "tests.training.worker",
         "tests.training.parallel.cases",
-        "rollmill.training.parallel.sharded_ranks",
+        "rollmill.training.parallel.many_ranks",
         "rollmill.trajectories.ledger",
         "rollmill.storage.directory_store",
         "rollmill.weights.reading.chunks",

@@ -20,7 +20,7 @@ from benchmarks.growth import Requests, shards_of, version_of
 from rollmill.inference.engine_sections import EnginesSection, engine_specs
 from rollmill.storage.objects import Objects
 from rollmill.training.parallel import token_split as split_module
-from rollmill.training.parallel.shard_publisher import plan_parcels
+from rollmill.training.parallel.chunk_exchange import plan_parcels
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
 from rollmill.weights.format.manifest import Pack
@@ -29,7 +29,8 @@ from rollmill.weights.reading.host_weights import Image
 from rollmill.weights.reading.patches import Patches
 from rollmill.weights.reading.read_plan import Leg, Source
 from rollmill.weights.regions.collection import collect
-from rollmill.weights.writing.sharded import PartPublisher, part_key
+from rollmill.weights.writing.publisher import Peers
+from tests.weights.ranks import own_chunks, together
 
 FEW, MANY = 16, 128
 LINEAR = 8 * 1.5  # room for sorting and for fixed costs
@@ -129,33 +130,18 @@ def test_who_publishes_which_chunk_is_planned_in_time_linear_in_chunks_and_ranks
     assert cost(MANY) <= LINEAR * cost(FEW)
 
 
-def test_parts_of_ranks_are_read_at_the_same_time() -> None:
-    """Not one request after the other: 512 ranks took 25 s."""
-    world = 64
-    objects = Objects.open("memory://")
-    layout = tuple((f"t{rank:03d}", "bf16", (8,)) for rank in range(world))
-    ranks = [PartPublisher(WeightStore(objects), "rl", layout, rank, world) for rank in range(world)]
-    chunks = [{(f"t{rank:03d}", 0): np.full(16, rank, np.uint8)} for rank in range(world)]
-    standing = ranks[0].resume(chunks[0])
-    for rank in ranks[1:]:
-        rank.resume(chunks[rank.rank], standing)
-    for rank in ranks:
-        rank.publish_part(0, chunks[rank.rank])
-    together = threading.Barrier(world // 2)  # breaks unless half of them are asked for at once
-    folder = part_key("rl", "bf16", 0, standing.epoch, 0).rpartition("/")[0]
+def test_a_version_of_more_ranks_takes_no_more_requests_per_rank() -> None:
+    def cost(size: int) -> int:
+        objects, requests = counted(Objects.open("memory://"))
+        tensors = {f"t{rank:03d}": HostTensor("bf16", (8,), np.full(16, rank, np.uint8)) for rank in range(size)}
 
-    class Slow(Requests):
-        def wait_for(self, key: str, seconds: float) -> bytes | None:
-            self.count["wait_for"] += 1
-            if key.startswith(folder):
-                together.wait(30)
-            return self._behind.wait_for(key, seconds)
+        def publish(ranks: Peers) -> None:
+            Publisher(WeightStore(objects), "rl", ranks=ranks).publish(0, own_chunks(tensors, ranks.rank, size))
 
-    slow = Slow(objects)
-    ranks[0].store.objects = Objects(slow, "memory://")
-    ranks[0].commit_parts(0)
-    assert slow.count["wait_for"] == world
-    assert slow.count["get"] + slow.count["stat"] <= 8, "nothing else is asked for per rank"
+        together(size, publish)
+        return sum(requests.count.values())
+
+    assert cost(MANY) <= LINEAR * cost(FEW)
 
 
 # -- engines

@@ -38,7 +38,7 @@ from rollmill.launch.parent_death import SUPERVISOR, end_with_parent
 # what a role imports only when it runs
 LATER = {"engine": ("rollmill.inference.embedded.engine",)}
 OF_RANKS = (
-    "rollmill.training.parallel.sharded_ranks",
+    "rollmill.training.parallel.many_ranks",
     "torch._dynamo",
 )  # torch imports the second when a rank shards a model
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # of a fork server

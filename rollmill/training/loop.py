@@ -19,7 +19,7 @@ what a kill −9 right after each leaves behind:
     manifest of version n       published, not committed               n runs again from the checkpoint, its digest is
                                                                        equal, and it is committed
     n in the other forms        published in some of the forms         published in the others when the line is taken
-                                                                       over (form_publisher.py)
+                                                                       over (exporter.py)
     state of checkpoint n       a state that no description names      overwritten by the next checkpoint n
     checkpoint n                everything but the commit              committed when the checkpoint is loaded
     commit of n in the ledger   nothing                                —
@@ -57,14 +57,14 @@ from rollmill.training.lineage import form_before_import, form_held, next_line, 
 from rollmill.training.memory_errors import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited, learning_rate
+from rollmill.training.parallelism import Parallelism
 from rollmill.training.publishing.background import Background
-from rollmill.training.publishing.form_publisher import publisher_of
-from rollmill.training.ranks import Placement
+from rollmill.training.publishing.exporter import Exporter, Exports
 from rollmill.training.reproducible import fix_bits, on_sigterm
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.training.state import copies_of
 from rollmill.training.training_checkpoint import BUFFER, Checkpoint, Checkpoints
-from rollmill.training.update_guard import Move, Sampled, measure_move, within_bounds
+from rollmill.training.update_guard import Move, TokenSample, measure_move, within_bounds
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest
 from rollmill.weights.reading.leases import LONGEST_SECONDS, HeldLeases
@@ -73,12 +73,12 @@ from rollmill.weights.reading.weight_store import WeightStore, newest_line
 _MOST_COPIED = 8 << 30  # bytes; a larger state is not copied: the next step waits until it is written
 
 
-class _Written(NamedTuple):
+class _Publication(NamedTuple):
     """A step whose version is published and committed."""
 
     step: int
     manifest: Manifest
-    exported: Any
+    exports: Exports
     saved: bool  # its checkpoint is written
 
 
@@ -101,14 +101,14 @@ class Trainer(Generic[Batch]):
         other_forms: Sequence[str] = (),
         exact: bool = False,
         device: Device = "cpu",
-        placement: Placement = WHOLE,
+        parallel: Parallelism = SINGLE,
     ) -> None:
         """`parent`: the version of another line to start from: from the FP32 masters in its checkpoint, or without one
         from its published values. None: random weights of the seed.
 
         `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
         `form`: the form that versions are published in and computed with. `other_forms`: others that they are published
-        in too (form_publisher.py). `exact`: forward passes give a token the engine's bits (models.kernels.exact).
+        in too (exporter.py). `exact`: forward passes give a token the engine's bits (models.kernels.exact).
         """
         self._device = choose_device(device)
         torch.set_num_threads(config.threads)
@@ -121,17 +121,17 @@ class Trainer(Generic[Batch]):
         self._steps = steps
         self._seed = seed
         self._form, self._forms = form, (form, *other_forms)
-        self._placement = placement
+        self._parallel, self._ranks = parallel, parallel.ranks
         self._leases = HeldLeases(weights.objects, form, "trainer", LONGEST_SECONDS)
         with self._explained("the model"):
-            self._model = placement.make_model(model_config, form, self._device)
+            self._model = parallel.models.make_model(model_config, form, self._device)
         self._model.recompute_every = config.recompute_every
         self._model.recompute_mlp = bool(config.recompute_mlp)
         if exact:
             self._model.compute_exactly()
-        self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, placement)
+        self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, parallel)
         self._stop = threading.Event()
-        self._writing: Background[_Written] = Background("publish")
+        self._writing: Background[_Publication] = Background("publish")
         self._bad_steps = 0
         self._saved = -1  # step of the newest checkpoint; −1 before the start
         self.step = 0
@@ -157,7 +157,7 @@ class Trainer(Generic[Batch]):
                 self._publish()
             if self._saved != self.step:
                 self._save()
-            if self.step >= until and self._placement.first:
+            if self.step >= until and self._ranks.first:
                 self._leases.release(self.line)  # no step runs again: `weights gc` may collect at once
         return Version(self.line, max(self._published.values()))
 
@@ -165,7 +165,7 @@ class Trainer(Generic[Batch]):
         failed = True
         parts: Sequence[MicroBatch] = ()  # of the last step
         try:
-            while self.step < until and not any(self._placement.gather(self._stop.is_set())):
+            while self.step < until and not any(self._ranks.gather(self._stop.is_set())):
                 with self._explained_between(parts):
                     batch = self._next_batch()
                 if batch is None:
@@ -186,7 +186,7 @@ class Trainer(Generic[Batch]):
         if self._objective.needs_commits:
             self._settle()
         lr = learning_rate(self._config.optimizer, self.step + 1, self._steps)
-        return self._placement.from_first_slowly(
+        return self._ranks.from_first_slowly(
             lambda: self._objective.next_batch(self.step + 1, lr, self._lineage, self._is_stopping)
         )
 
@@ -198,7 +198,7 @@ class Trainer(Generic[Batch]):
         start = time.time()
         with telemetry.busy("step"):
             before = self._sampled(batch)
-            figures = self._objective.backward(self._model, batch, self._optimizer.accumulate, self._placement)
+            figures = self._objective.backward(self._model, batch, self._optimizer.accumulate, self._parallel)
             update = self._optimizer.update(batch.lr, revocable=before is not None)
             if before is not None and update.applied:
                 update = self._guarded(batch, before, update)
@@ -214,19 +214,21 @@ class Trainer(Generic[Batch]):
         self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
         self._check_numbers(update, again)
 
-    def _sampled(self, batch: Batch) -> Sampled | None:
-        return self._objective.sampled(self._model, batch, self._placement) if self._objective.most_drift else None
+    def _sampled(self, batch: Batch) -> TokenSample | None:
+        if not self._objective.most_drift:
+            return None
+        return self._objective.sampled(self._model, batch, self._parallel.passes)
 
-    def _guarded(self, batch: Batch, before: Sampled, update: Update) -> Update:
+    def _guarded(self, batch: Batch, before: TokenSample, update: Update) -> Update:
         """Take an update that moves the policy too far back, by halves. Collective."""
 
         def move() -> Move:
             after = self._sampled(batch)
             assert after is not None
-            return self._placement.from_first(measure_move(before, after))  # all ranks must decide alike
+            return self._ranks.from_first(measure_move(before, after))  # all ranks must decide alike
 
         kept, why = within_bounds(self._optimizer, update.lr, move, self._objective.most_drift)
-        if why is not None and self._placement.first:
+        if why is not None and self._ranks.first:
             text = f"the update of step {self.step + 1} goes too far: {why}. {kept:.0%} of it is kept"
             text += f"; the learning rate, {update.lr:.2g}, is most likely too large"
             telemetry.emit("warning", step=self.step + 1, text=text)
@@ -238,7 +240,7 @@ class Trainer(Generic[Batch]):
         if not again and not self._objective.publishes(self.step):
             if save:
                 self._save()
-        elif again or self._placement.ranks > 1:
+        elif again or self._ranks.size > 1:
             manifest = self._publish(metadata)
             if manifest is None:
                 return False
@@ -251,17 +253,17 @@ class Trainer(Generic[Batch]):
 
     def _write_later(self, metadata: dict[str, Any], save: bool) -> None:
         """Copy what the step made; a thread writes it. A kill leaves what it would leave if it was written at once."""
-        step, exported = self.step, self._publisher.export(self._model)
+        step, exports = self.step, self._exporter.export(self._model)
         copied = self._state(copied=True) if save and self._state_bytes() <= _MOST_COPIED else None
 
-        def write() -> _Written:
-            manifest = self._publish_new(step, exported, metadata)
+        def write() -> _Publication:
+            manifest = self._publish_new(step, exports, metadata)
             if copied is not None:
                 with telemetry.busy("checkpoint"):
                     self._checkpoints.save(copied)
             if copied is not None or not save:
                 self._objective.commit(step, manifest.version, manifest.digest)
-            return _Written(step, manifest, exported, copied is not None)
+            return _Publication(step, manifest, exports, copied is not None)
 
         self._writing.start(write)
         if save and copied is None:
@@ -270,11 +272,11 @@ class Trainer(Generic[Batch]):
             self._save()
             self._commit(written.manifest)
 
-    def _settle(self) -> _Written | None:
+    def _settle(self) -> _Publication | None:
         """Wait until the step before is written, if a thread writes it. Raises what went wrong."""
         written = self._writing.wait()
         if written is not None:
-            self._remember(written.step, written.manifest, written.exported)
+            self._remember(written.step, written.manifest, written.exports)
             if written.saved:
                 self._saved = written.step
                 self._hold_versions()
@@ -288,7 +290,7 @@ class Trainer(Generic[Batch]):
             telemetry.emit("warning", step=self.step, text=f"step {self.step} was not written: {error}")
 
     def _commit(self, manifest: Manifest) -> None:
-        if self._placement.first:
+        if self._ranks.first:
             self._objective.commit(self.step, manifest.version, manifest.digest)
 
     def _check_numbers(self, update: Update, again: bool) -> None:
@@ -311,22 +313,22 @@ class Trainer(Generic[Batch]):
 
     def _publish(self, metadata: dict[str, Any] | None = None) -> Manifest | None:
         """Publish the weights of this step as a version. None if the step was published before with other weights."""
-        exported = self._publisher.export(self._model)
+        exports = self._exporter.export(self._model)
         known = self._published.get(self.step)
         if known is None:
-            manifest = self._publish_new(self.step, exported, metadata or {})
+            manifest = self._publish_new(self.step, exports, metadata or {})
         else:
             manifest = self._weights.manifest(Version(self.line, known), self._form)
-            if not self._publisher.matches(manifest, exported):
+            if not self._exporter.matches(manifest, exports):
                 return None
-        self._remember(self.step, manifest, exported)
+        self._remember(self.step, manifest, exports)
         return manifest
 
-    def _publish_new(self, step: int, exported: Any, metadata: dict[str, Any]) -> Manifest:
-        start, last = time.time(), self._publisher.last
+    def _publish_new(self, step: int, exports: Exports, metadata: dict[str, Any]) -> Manifest:
+        start, last = time.time(), self._exporter.last
         with telemetry.busy("publish"):
             number, parent = (last.number + 1, None) if last else self._beginning
-            manifest = self._publisher.publish(number, exported, parent, {"step": step, **metadata})
+            manifest = self._exporter.publish(number, exports, parent, {"step": step, **metadata})
         telemetry.emit(
             "publish",
             line=self.line,
@@ -342,11 +344,11 @@ class Trainer(Generic[Batch]):
         )
         return manifest
 
-    def _remember(self, step: int, manifest: Manifest, exported: Any) -> None:
+    def _remember(self, step: int, manifest: Manifest, exports: Exports) -> None:
         if self._published.get(step) is None:
             self._published[step] = manifest.number
             self._leases.renew()
-        self._objective.remember(manifest.digest, self._publisher.held(exported))
+        self._objective.remember(manifest.digest, self._exporter.held(exports))
 
     def _save(self) -> None:
         with telemetry.busy("checkpoint"):
@@ -365,7 +367,7 @@ class Trainer(Generic[Batch]):
     def _hold_versions(self) -> None:
         """Steps after a checkpoint may run again, and are then compared with their versions. So these are held until
         the run has finished; after a crash, for a day."""
-        if self._placement.first and self._published:
+        if self._ranks.first and self._published:
             oldest = min(self._checkpoints.steps(self.line))
             held = max((number for step, number in self._published.items() if step <= oldest), default=0)
             self._leases.renew([Version(self.line, held)])
@@ -382,7 +384,7 @@ class Trainer(Generic[Batch]):
     # start and restart
 
     def _start(self) -> None:
-        line = self._placement.from_first(newest_line(self._weights, self._family))
+        line = self._ranks.from_first(newest_line(self._weights, self._family))
         self._take_line(line, number=0, parent=self._parent)
         checkpoint = self._checkpoints.newest(self.line)
         if checkpoint is None:
@@ -395,18 +397,18 @@ class Trainer(Generic[Batch]):
         """Publish on `line` from now on; if it has no version yet, it begins with `number`, a child of `parent`."""
         self.line = line
         self._beginning = (number, parent)
-        self._publisher = publisher_of(self._placement, self._model, self._weights, line, self._forms, self._config)
-        self._publisher.resume()
+        self._exporter = Exporter(self._parallel, self._model, self._weights, line, self._forms, self._config)
+        self._exporter.resume()
         self._published: dict[int, int] = {}  # step → version number, of the steps that may run again
 
     def _initialise(self) -> None:
-        if self._publisher.last is not None:
+        if self._exporter.last is not None:
             raise TrainingError(
-                f"line {self.line!r} has versions up to {self._publisher.last.number} but no checkpoint to go on from",
+                f"line {self.line!r} has versions up to {self._exporter.last.number} but no checkpoint to go on from",
                 hint="restore checkpoints/, or start another line whose parent is a version of this one",
             )
         if self._parent is None:
-            self._placement.initialise(self._model, self._seed)
+            self._parallel.models.initialise(self._model, self._seed)
             self._optimizer = self._make_optimizer()
         elif not self._inherit(self._parent):
             self._start_from_version(self._parent)
@@ -416,7 +418,7 @@ class Trainer(Generic[Batch]):
 
     def _inherit(self, parent: Version) -> bool:
         """Start from the masters in the parent's checkpoint. False if it has none that rounds to what was published."""
-        if not self._placement.from_first(self._weights.exists(parent, self._form)):
+        if not self._ranks.from_first(self._weights.exists(parent, self._form)):
             return False  # an imported checkpoint
         manifest = self._weights.manifest(parent, self._form)
         checkpoint = self._checkpoints.at(parent.line, parent.number if manifest.step is None else manifest.step)
@@ -425,9 +427,9 @@ class Trainer(Generic[Batch]):
         state, buffers = checkpoint.parts()
         self._load_buffers(buffers)
         self._optimizer = self._make_optimizer(inherited(self._model, self._config.optimizer, state))
-        if self._publisher.matches(manifest, self._publisher.export(self._model)):
+        if self._exporter.matches(manifest, self._exporter.export(self._model)):
             return True
-        if self._placement.first:
+        if self._ranks.first:
             text = f"the checkpoint of {parent} holds other weights than were published: its masters are not used"
             telemetry.emit("warning", text=text)
         return False
@@ -436,7 +438,7 @@ class Trainer(Generic[Batch]):
         """Start from published values, each moved inside its quantum, or small updates would change nothing. What an
         imported checkpoint has more precision of than the form that is served now stays as it is."""
         form = form_held(self._weights, parent, self._form)
-        self._placement.load_version(self._model, self._weights, parent, form)
+        self._parallel.models.load_version(self._model, self._weights, parent, form)
         self._optimizer = self._make_optimizer()
         coded = self._form in (form, form_before_import(self._weights, parent, form))
         self._optimizer.dither(zlib.crc32(f"{self._seed} {self.line} {parent}".encode()), coded)
@@ -444,7 +446,7 @@ class Trainer(Generic[Batch]):
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)
         published = published_since(self._weights, self.line, self._form, self.step)
-        self._published = self._placement.from_first(published)
+        self._published = self._ranks.from_first(published)
         if self._published and self.step not in self._published:
             return  # mid-training: this step was not one to publish
         manifest = self._publish()
@@ -462,7 +464,7 @@ class Trainer(Generic[Batch]):
         self._bad_steps = checkpoint.bad_steps
 
     def _make_optimizer(self, state: Mapping[str, Tensor] | None = None) -> MasterOptimizer:
-        return MasterOptimizer(self._model, self._config.optimizer, self._form, state, self._placement)
+        return MasterOptimizer(self._model, self._config.optimizer, self._form, state, self._parallel.rows)
 
     def _load_buffers(self, saved: Mapping[str, Tensor]) -> None:
         own = self._buffers()
@@ -483,10 +485,10 @@ class Trainer(Generic[Batch]):
         abandoned = [n for n in self._weights.numbers(self.line, self._form) if n > parent.number - (not keeps_parent)]
         names = [str(Version(self.line, number)) for number in abandoned]
         self._load(checkpoint)
-        line = self._placement.from_first(next_line(self._weights, self._family))
+        line = self._ranks.from_first(next_line(self._weights, self._family))
         self._take_line(line, parent.number, parent)
         self._save()
-        if self._placement.first:
+        if self._ranks.first:
             self._leases.release(parent.line)
         manifest = self._publish({"abandons": names, "reason": why})
         assert manifest is not None, "a new line has nothing to differ from"

@@ -1,14 +1,16 @@
-"""The whole placement: all tensors in this process, no other ranks."""
+"""Training in one process, which has all tensors. Also chooses between it and several ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import decoder_like, decoder_on, is_full
@@ -20,38 +22,31 @@ from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig
 from rollmill.training.numerics.next_token import NextTokenPasses
+from rollmill.training.parallelism import FormExport, Gather, Parallelism, PolicyPass
 from rollmill.training.publishing.device_delta import DeviceDelta, codes_on_device
-from rollmill.training.ranks import Gather, Recomputed
 from rollmill.training.state import read_tensors, write_whole
 from rollmill.training.step import forward_packed, token_logprobs
 from rollmill.types import Version
-from rollmill.weights.format.manifest import Manifest, describe, root_digest
 from rollmill.weights.format.tensors import Tensors
 from rollmill.weights.reading.weight_store import WeightStore
-from rollmill.weights.writing.encoder import Made
-from rollmill.weights.writing.publisher import Publisher
+from rollmill.weights.writing.encoder import DevicePayloads
+from rollmill.weights.writing.publisher import Alone
 
 T = TypeVar("T")
 
 
-class WholePlacement:
-    first = True
-    rank = 0
-    ranks = 1
-
-    def from_first(self, value: T) -> T:
-        return value
-
+class OneRank(Alone):
     def from_first_slowly(self, make: Callable[[], T]) -> T:
         return make()
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
     def leave(self) -> None: ...
+
+
+class SingleProcess:
+    """ModelIO, ParameterRows and Passes."""
 
     def make_model(self, config: ModelConfig, form: str, device: torch.device) -> Decoder:
         return decoder_on(device, config, form)
@@ -68,20 +63,19 @@ class WholePlacement:
     def load_held(self, model: Decoder, tensors: Tensors) -> None:
         load_host(model, tensors)
 
+    def form_bytes(self, model: Decoder, form: str, *, on_device: bool) -> HostBytes:
+        return HostBytes(form, on_device)
+
+    def write_state(
+        self, objects: Objects, folder: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        write_whole(objects, folder, described, tensors)
+
+    def read_state(self, objects: Objects, folder: str, described: Mapping[str, Any]) -> dict[str, Tensor]:
+        return read_tensors(objects, folder, described)
+
     def local(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def recompute(self, model: Decoder, part: MicroBatch, replay: Replay | None) -> Recomputed:
-        assert part.facts is not None, "sequences of sampled tokens carry their facts"
-        output, hidden_MW = forward_packed(model, part, replay)
-        temperatures_M = torch.from_numpy(part.facts.temperatures)
-        logprobs_M, entropies_M = token_logprobs(model, hidden_MW, part.targets_M, temperatures_M, part.facts.shapes)
-        return Recomputed(logprobs_M, entropies_M, output.routings, replay)
-
-    def release(self, model: Decoder) -> None: ...
-
-    def next_token_passes(self, model: Decoder, balance: float) -> NextTokenPasses:
-        return NextTokenPasses(model, balance)
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         return norm
@@ -95,77 +89,71 @@ class WholePlacement:
     def dithered(self, name: str, values: Tensor, form: str, seed: int) -> Tensor:
         return dithered(name, values, form, seed)
 
-    def publisher(
-        self, model: Decoder, weights: WeightStore, line: str, form: str, config: TrainingConfig
-    ) -> WholePublisher:
-        # an export is a copy that nobody changes
-        return WholePublisher(Publisher(weights, line, form, config.snapshot_every, goal=config.delta_goal, keeps=True))
+    def recompute(self, model: Decoder, part: MicroBatch, replay: Replay | None) -> PolicyPass:
+        assert part.facts is not None, "sequences of sampled tokens carry their facts"
+        output, hidden_MW = forward_packed(model, part, replay)
+        temperatures_M = torch.from_numpy(part.facts.temperatures)
+        logprobs_M, entropies_M = token_logprobs(model, hidden_MW, part.targets_M, temperatures_M, part.facts.shapes)
+        return PolicyPass(logprobs_M, entropies_M, output.routings, replay)
 
-    def write_state(
-        self, objects: Objects, folder: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> None:
-        write_whole(objects, folder, described, tensors)
-
-    def read_state(self, objects: Objects, folder: str, described: Mapping[str, Any]) -> dict[str, Tensor]:
-        return read_tensors(objects, folder, described)
+    def next_token(self, model: Decoder, balance: float) -> NextTokenPasses:
+        return NextTokenPasses(model, balance)
 
 
-class Exported(NamedTuple):
-    tensors: Tensors
-    made: Made | None  # the coded changes since the export before
+class HostBytes:
+    """The bytes of whole tensors. Deltas are coded on the device if it has room for a copy of the weights."""
 
+    owned = None
 
-class WholePublisher:
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
+    def __init__(self, form: str, on_device: bool) -> None:
+        self._form, self._on_device = form, on_device
         self._delta: DeviceDelta | None = None  # made with the first export, if there is room for it
-        self._codes = publisher.goal == "fast"  # whether deltas may be coded on the device
-        self._newest: Exported | None = None
+        self._newest: FormExport | None = None
 
-    @property
-    def last(self) -> Manifest | None:
-        return self._publisher.last
-
-    def resume(self) -> None:
-        self._publisher.resume()
-
-    def export(self, model: Decoder) -> Exported:
-        state, form = model.state_dict(), self._publisher.form
-        made = self._make(state, form) if self._codes else None
-        self._newest = Exported(to_host(state, form), made)
+    def export(self, model: Decoder) -> FormExport:
+        state = model.state_dict()
+        payloads = self._code(state) if self._on_device else None
+        tensors = to_host(state, self._form)
+        self._newest = FormExport(tensors, tensors, payloads)
         return self._newest
 
-    def _make(self, state: Mapping[str, Tensor], form: str) -> Made | None:
+    def _code(self, state: Mapping[str, Tensor]) -> DevicePayloads | None:
         """The changes since the last export. If the device is full, the host codes them from now on."""
         try:
             if self._delta is not None:
                 return self._delta.make()
-            if codes_on_device(state, form):
-                self._delta = DeviceDelta(state, form)
+            if codes_on_device(state, self._form):
+                self._delta = DeviceDelta(state, self._form)
         except RuntimeError as error:
             if not is_full(error):
                 raise
-            self._delta, self._codes = None, False
+            self._delta, self._on_device = None, False
         return None
 
-    def held(self, exported: Exported) -> Tensors:
-        return exported.tensors
-
-    def matches(self, manifest: Manifest, exported: Exported) -> bool:
-        same = manifest.digest == root_digest(describe(exported.tensors))
-        if same:
-            self._name(exported, manifest)
-        return same
-
-    def publish(self, number: int, exported: Exported, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
-        manifest = self._publisher.publish(number, exported.tensors, parent, metadata, exported.made)
-        self._name(exported, manifest)
-        return manifest
-
-    def _name(self, exported: Exported, manifest: Manifest) -> None:
-        """These weights are this version. If they are the newest, the next delta can start from them."""
+    def published(self, exported: FormExport, digest: str) -> None:
         if self._delta is not None and exported is self._newest:
-            self._delta.base = manifest.digest
+            self._delta.base = digest
 
 
-WHOLE = WholePlacement()
+_PROCESS = SingleProcess()
+SINGLE = Parallelism(OneRank(), _PROCESS, _PROCESS, _PROCESS)
+
+
+def choose_parallelism(
+    name: str, device: torch.device, config: TrainingConfig, environment: Mapping[str, str] = os.environ
+) -> Parallelism:
+    """One process, or the `config.ranks` ranks that the environment describes.
+
+    `name`: what the ranks meet for. Groups of ranks may meet at the same address one after the other. Collective.
+    """
+    size = int(environment.get("WORLD_SIZE", "1"))
+    if size != config.ranks:
+        raise TrainingError(
+            f"training.ranks is {config.ranks}, but the environment describes {size} ranks (WORLD_SIZE)",
+            hint="start as many ranks as the configuration says, or unset WORLD_SIZE and rollmill starts them",
+        )
+    if size == 1:
+        return SINGLE
+    from rollmill.training.parallel.many_ranks import join_ranks
+
+    return join_ranks(name, device, config, environment)

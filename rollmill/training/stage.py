@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollmill.chat.format import ChatFormat
     from rollmill.chat.tokenizer import Tokenizer
     from rollmill.training.objective import Objective
-    from rollmill.training.ranks import Placement
+    from rollmill.training.parallelism import Ranks
     from rollmill.trajectories.ledger import Ledger
     from rollmill.trajectories.trajectory_store import TrajectoryStore
     from rollmill.weights.reading.weight_store import WeightStore
@@ -47,7 +47,7 @@ class StageContext:
     tokenizer: Tokenizer
     format: ChatFormat
     tokens_per_microbatch: int  # of all ranks together
-    placement: Placement
+    ranks: Ranks
     ledger: Ledger  # of this stage
     trajectories: TrajectoryStore
     weights: WeightStore

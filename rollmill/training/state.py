@@ -1,8 +1,9 @@
-"""The tensors of a checkpoint in an object store. Each placement writes one of two layouts, and both read either.
+"""The tensors of a checkpoint in an object store. One process writes one of two layouts, several ranks the
+other; both read either.
 
-    whole      state-00000.safetensors …                 "objects": name, bytes and digest of each object
-    sharded    state-RANK-of-RANKS-00000.safetensors …   "tensors": dtype and shape of each tensor, and its "pieces":
-                                                         which rows are where in which object, with a digest
+    one process  state-00000.safetensors …                "objects": name, bytes and digest of each object
+    ranks        state-RANK-of-RANKS-00000.safetensors …  "tensors": dtype and shape of each tensor, and its "pieces":
+                                                      which rows are where in which object, with a digest
 
 `described` is the content of checkpoint.json, which is written last.
 """

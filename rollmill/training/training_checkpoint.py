@@ -22,8 +22,8 @@ from torch import Tensor
 from rollmill import telemetry
 from rollmill.errors import StorageError, TrainingError
 from rollmill.storage.objects import Objects
-from rollmill.training.ranks import Placement
-from rollmill.training.single import WHOLE
+from rollmill.training.parallelism import Parallelism
+from rollmill.training.single import SINGLE
 from rollmill.training.state import DESCRIPTION
 
 UNREADABLE = (StorageError, safetensors.SafetensorError, ValueError, KeyError, TypeError)
@@ -49,10 +49,10 @@ class Checkpoint:
 class Checkpoints:
     """`save`, `newest` and `at` are collective."""
 
-    def __init__(self, objects: Objects, keep: int, placement: Placement = WHOLE) -> None:
+    def __init__(self, objects: Objects, keep: int, parallel: Parallelism = SINGLE) -> None:
         self._objects = objects
         self._keep = keep
-        self._placement = placement
+        self._ranks, self._models = parallel.ranks, parallel.models
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Durable when this returns. Older checkpoints of the line beyond `keep` are then removed."""
@@ -64,8 +64,8 @@ class Checkpoints:
             "threads": torch.get_num_threads(),
         }
         folder = _folder(checkpoint.line, checkpoint.step)
-        self._placement.write_state(self._objects, folder, described, checkpoint.tensors)
-        if self._placement.first:
+        self._models.write_state(self._objects, folder, described, checkpoint.tensors)
+        if self._ranks.first:
             self._remove_old(checkpoint.line)
 
     def _remove_old(self, line: str) -> None:
@@ -81,10 +81,10 @@ class Checkpoints:
 
     def newest(self, line: str) -> Checkpoint | None:
         """The newest checkpoint that every rank can read; None if there never was one."""
-        steps = self._placement.from_first(self.steps(line))
+        steps = self._ranks.from_first(self.steps(line))
         for step in reversed(steps):
             found, problem = self._try(line, step)
-            if all(self._placement.gather(found is not None)):
+            if all(self._ranks.gather(found is not None)):
                 return found
             if problem is not None:
                 text = f"checkpoint {step} of {line} is unreadable, trying an older one: {problem}"
@@ -98,12 +98,12 @@ class Checkpoints:
 
     def at(self, line: str, step: int) -> Checkpoint | None:
         """The checkpoint of one step, if there is one that every rank can read. Collective."""
-        if step not in self._placement.from_first(self.steps(line)):
+        if step not in self._ranks.from_first(self.steps(line)):
             return None
         found, problem = self._try(line, step)
         if problem is not None:
             telemetry.emit("warning", text=f"checkpoint {step} of {line} is unreadable: {problem}")
-        return found if all(self._placement.gather(found is not None)) else None
+        return found if all(self._ranks.gather(found is not None)) else None
 
     def _try(self, line: str, step: int) -> tuple[Checkpoint | None, str | None]:
         """The checkpoint, or why it cannot be read."""
@@ -113,11 +113,11 @@ class Checkpoints:
             described = json.loads(self._objects.get(f"{_folder(line, step)}/{DESCRIPTION}"))
         except UNREADABLE as error:
             problem = str(error)
-        described = self._placement.from_first(described)
+        described = self._ranks.from_first(described)
         if described is None:
             return None, problem
         try:
-            tensors = self._placement.read_state(self._objects, _folder(line, step), described)
+            tensors = self._models.read_state(self._objects, _folder(line, step), described)
             return Checkpoint(line, step, int(described["bad_steps"]), tensors), None
         except UNREADABLE as error:
             return None, str(error)

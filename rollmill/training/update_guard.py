@@ -29,7 +29,7 @@ class Takeable(Protocol):
     def take_back(self, lr: float, kept: float, keep: float) -> None: ...
 
 
-class Sampled(NamedTuple):
+class TokenSample(NamedTuple):
     """A few sampled tokens under the weights of a moment."""
 
     logprobs_M: Tensor
@@ -81,7 +81,7 @@ def few_sequences(sequences: Sequence[PackedSequence]) -> list[PackedSequence]:
     return found
 
 
-def measure_move(before: Sampled, after: Sampled) -> Move:
+def measure_move(before: TokenSample, after: TokenSample) -> Move:
     delta_M = (after.logprobs_M - before.logprobs_M).double().clamp(max=_MOST_LOG_RATIO)
     weights_M = delta_M.exp()
     ess = weights_M.sum() ** 2 / (len(weights_M) * weights_M.square().sum())

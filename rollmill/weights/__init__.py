@@ -8,8 +8,7 @@ from rollmill.weights.reading.line_follower import Follower, Update
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.anchors import AnchorBuilder
 from rollmill.weights.regions.mirror import Mirror
-from rollmill.weights.writing.publisher import Publisher
-from rollmill.weights.writing.sharded import PartPublisher
+from rollmill.weights.writing.publisher import OwnChunks, Publisher
 
 __all__ = [
     "Anchor",
@@ -22,7 +21,7 @@ __all__ = [
     "Leases",
     "Manifest",
     "Mirror",
-    "PartPublisher",
+    "OwnChunks",
     "Publisher",
     "Tensors",
     "Update",

@@ -13,7 +13,7 @@ from rollmill.models.config import ModelConfig
 from rollmill.training.batching import TokenRule, check_fits, pack, segment_sequence
 from rollmill.training.lineage import Lineage
 from rollmill.training.numerics.router_replay import replay_of
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.types import Segment
 from rollmill.weights.reading.line_follower import Update
 from tests.gateway.conftest import USER, Mill
@@ -62,7 +62,7 @@ def assert_trainable(segment: Segment, update: Update, config: ModelConfig) -> N
     sequence = segment_sequence(segment, 1.0, rule, masked)
     assert sequence is not None and not +masked and len(sequence.targets) == segment.sampled.sum()
     (batch,) = pack([sequence], 10**6)
-    logprobs_M = WHOLE.recompute(make_model(update, config), batch, replay_of(batch)).logprobs_M
+    logprobs_M = SINGLE.passes.recompute(make_model(update, config), batch, replay_of(batch)).logprobs_M
     np.testing.assert_allclose(logprobs_M.detach().numpy(), segment.logprobs[segment.sampled], atol=2e-3)
 
 

@@ -28,7 +28,7 @@ from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.stages import evaluations, is_trained, last_version, newest_step, phases
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import StepRecord, Version
 from rollmill.weights.files.companions import keep_companions, kept_companions
@@ -171,7 +171,7 @@ def test_a_stage_of_ones_own(own: Path, tmp_path: Path) -> None:
     weights = WeightStore(Objects.open(run.home_store))
     training = stage.training.model_copy(update={"tokens_per_microbatch": 64})
     with pytest.raises(TrainingError, match=r"the objective of stage 'dpo', tuple, has no `backward`"):
-        trainer._objective(run, stage, weights, training, WHOLE)  # before the first step
+        trainer._objective(run, stage, weights, training, SINGLE)  # before the first step
 
 
 def test_paths_in_sources_begin_at_the_file(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.loop import Trainer
+from rollmill.training.parallel.many_ranks import over_ranks
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.sharded_ranks import ShardedPlacement
 from rollmill.training.parallel.world import World
+from rollmill.training.parallelism import Parallelism
 from rollmill.training.pretraining.document_objective import DocumentBatch, MidtrainObjective
-from rollmill.training.ranks import Placement
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.training.stage import StageContext, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -60,7 +60,7 @@ def make_stage(corpus: Path, kind: str = "midtrain", **settings: Any) -> Any:
     return build(StageSection._read(table))
 
 
-def make_context(path: Path, corpus: Path, placement: Placement = WHOLE, longest: int = CONTEXT) -> StageContext:
+def make_context(path: Path, corpus: Path, parallel: Parallelism = SINGLE, longest: int = CONTEXT) -> StageContext:
     tokenizer = Tokenizer.load(corpus / "tokenizer.json")
     objects = Objects.open(path / "store")
     path.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def make_context(path: Path, corpus: Path, placement: Placement = WHOLE, longest
         tokenizer=tokenizer,
         format=format_of(tokenizer),
         tokens_per_microbatch=64,
-        placement=placement,
+        ranks=parallel.ranks,
         ledger=Ledger(database, "run"),
         trajectories=TrajectoryStore(database, objects),
         weights=WeightStore(objects),
@@ -81,22 +81,22 @@ def make_context(path: Path, corpus: Path, placement: Placement = WHOLE, longest
     )
 
 
-def batches(objective: MidtrainObjective, model: Decoder, placement: Placement) -> list[Any]:
+def batches(objective: MidtrainObjective, model: Decoder, parallel: Parallelism) -> list[Any]:
     """Tokens and targets of every micro-batch of every step, and the figures."""
     found = []
     for number in range(1, STEPS + 1):
         batch = DocumentBatch(number, 0.0)
-        figures = objective.backward(model, batch, placement=placement)
+        figures = objective.backward(model, batch, parallel=parallel)
         parts = [(part.tokens_N.tolist(), part.rows_M.tolist(), part.targets_M.tolist()) for part in batch.microbatches]
         found.append((parts, figures["documents"], figures["notes"], round(figures["loss"], 3)))
     return found
 
 
 def on_rank(world: World, path: Path, corpus: Path) -> list[Any]:
-    placement = ShardedPlacement(world, Meshes(world.size, 1, 1, CPU))
-    context = make_context(path, corpus, placement)
-    model = placement.make_model(context.model, "bf16", CPU)
-    placement.initialise(model, 1)
+    parallel = over_ranks(world, Meshes(world.size, 1, 1, CPU))
+    context = make_context(path, corpus, parallel)
+    model = parallel.models.make_model(context.model, "bf16", CPU)
+    parallel.models.initialise(model, 1)
     read: list[int] = []
     objective = make_stage(corpus).objective(context)
     prepare = objective._reader.document
@@ -106,14 +106,14 @@ def on_rank(world: World, path: Path, corpus: Path) -> list[Any]:
         return prepare(index)
 
     objective._reader.document = noted
-    return [batches(objective, model, placement), read]
+    return [batches(objective, model, parallel), read]
 
 
 @pytest.mark.slow
 def test_order_and_batches_do_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
     model = Decoder(validate_config(ModelConfig, SHAPE, "test"))
     model.initialise(1)
-    alone = batches(make_stage(corpus).objective(make_context(tmp_path / "alone", corpus)), model, WHOLE)
+    alone = batches(make_stage(corpus).objective(make_context(tmp_path / "alone", corpus)), model, SINGLE)
     ranks = run_ranks(tmp_path / "out", 2, on_rank, tmp_path / "ranks", corpus)
     assert [found for found, _ in ranks] == [alone, alone]
     everything = list(range(STEPS * PER_STEP))
@@ -162,7 +162,7 @@ def test_sft_learns_from_answers_only(corpus: Path, tmp_path: Path) -> None:
     objective = make_stage(corpus, "sft", sources=[source]).objective(context)
     model = Decoder(context.model)
     model.initialise(1)
-    for parts, *_ in batches(objective, model, WHOLE):
+    for parts, *_ in batches(objective, model, SINGLE):
         for _, _, targets in parts:
             answers = context.tokenizer.decode(targets).split("<end>")[:-1]
             assert answers and all(answer.startswith("<text>") and answer.endswith("!") for answer in answers)

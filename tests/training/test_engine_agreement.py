@@ -21,7 +21,7 @@ from rollmill.models.device import Device, choose_device, decoder_on
 from rollmill.models.host_tensors import device_digest, load_host
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
 from rollmill.training.numerics.router_replay import replay_of
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.types import PolicyRef
 from rollmill.weights.reading.line_follower import Update
 from tests.inference.test_switch import changed
@@ -123,7 +123,7 @@ def recomputed_differences(
         deltas = []
         for part in pack(sequences, 2048):
             assert part.facts is not None
-            logprobs_M = WHOLE.recompute(model, part, replay_of(part) if replayed else None).logprobs_M
+            logprobs_M = SINGLE.passes.recompute(model, part, replay_of(part) if replayed else None).logprobs_M
             deltas.append(logprobs_M.cpu().numpy() - part.facts.logprobs)
         found[update.policy] = np.concatenate(deltas)
     return found

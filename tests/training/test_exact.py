@@ -33,7 +33,7 @@ from rollmill.models.kernels.exact import fixes_order
 from rollmill.models.shaping import Shape
 from rollmill.models.triton import has_triton
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.line_follower import Update
@@ -181,7 +181,7 @@ def recomputed(
         found = [each for turn in turns for policy, each in turn.sequences() if policy == update.policy]
         for part in pack(found, tokens):
             assert part.facts is not None
-            logprobs_M = WHOLE.recompute(decoder, part, None).logprobs_M.detach().cpu().numpy()
+            logprobs_M = SINGLE.passes.recompute(decoder, part, None).logprobs_M.detach().cpu().numpy()
             differing += int((logprobs_M.view(np.int32) != part.facts.logprobs.view(np.int32)).sum())
             total += len(logprobs_M)
     return differing, total

@@ -15,7 +15,7 @@ from rollmill.models.shaping import Shape, pack_bits, unpack_bits
 from rollmill.training.batching import TRUNCATED, MicroBatch, TokenRule, check_fits, pack, segment_sequence
 from rollmill.training.lineage import Lineage
 from rollmill.training.numerics.router_replay import replay_of
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.training.step import token_logprobs
 from rollmill.trajectories.allowed_tokens import encode_kept, join_kept
 from rollmill.types import Sampling, Segment, Span
@@ -83,7 +83,7 @@ async def test_the_trainer_finds_the_log_probs_of_shaped_distributions() -> None
     batch = batch_of(segments, masked)
     assert batch.facts is not None and batch.facts.shapes is not None
     assert not +masked and len(batch.targets_M) == 32 * 24, "every token is trained on"
-    logprobs_M = WHOLE.recompute(model, batch, replay_of(batch)).logprobs_M.detach().numpy()
+    logprobs_M = SINGLE.passes.recompute(model, batch, replay_of(batch)).logprobs_M.detach().numpy()
     np.testing.assert_allclose(logprobs_M, batch.facts.logprobs, atol=1e-4)
     # without its cut or its penalties, most tokens would get another log-prob
     temperatures_M = torch.from_numpy(batch.facts.temperatures)

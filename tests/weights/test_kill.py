@@ -13,11 +13,11 @@ from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Follower, Mirror, Publisher, WeightStore
-from rollmill.weights.format.manifest import layout_of
-from rollmill.weights.writing.sharded import PartPublisher
+from rollmill.weights.writing.publisher import Peers
 from tests.storage.serving import served
 from tests.weights.build import history, publish_line, same
-from tests.weights.worker import in_child, killed_at, owned_by, publish
+from tests.weights.ranks import own_chunks, together
+from tests.weights.worker import in_child, killed_at, publish
 
 
 def run_worker(*arguments: object) -> int:
@@ -92,19 +92,16 @@ def test_a_publisher_killed_at_every_call_of_the_store(tmp_path: Path, first: in
 
 @pytest.mark.slow
 def test_ranks_killed_at_every_call_of_the_store(tmp_path: Path) -> None:
-    """All ranks of a sharded trainer run one after the other in one process, killed at each call of each rank."""
+    """All ranks of a sharded trainer run in one process, killed at each call of any rank."""
     versions = history(2)
     publish_line(tmp_path / "line", 1)
 
     def publish(objects: Objects) -> None:
-        ranks = [PartPublisher(WeightStore(objects), "rl", layout_of(versions[0]), rank, 2) for rank in range(2)]
-        standing = ranks[0].resume(owned_by(versions[0], 0, 2))
-        ranks[1].resume(owned_by(versions[0], 1, 2), standing)
-        for rank in ranks:
-            rank.publish_part(1, owned_by(versions[1], rank.rank, 2))
-        ranks[0].commit_parts(1, wait=0)
-        for rank in ranks:
-            rank.settle(1, wait=0)
+        def on_rank(ranks: Peers) -> None:
+            publisher = Publisher(WeightStore(objects), "rl", ranks=ranks)
+            publisher.publish(1, own_chunks(versions[1], ranks.rank, ranks.size))
+
+        together(2, on_rank)
 
     for step in range(300):
         path = tmp_path / str(step)
@@ -116,7 +113,7 @@ def test_ranks_killed_at_every_call_of_the_store(tmp_path: Path) -> None:
         shutil.rmtree(path)
         if not killed:
             break
-    assert alive == 2 and 30 < step < 299
+    assert alive == 2 and 20 < step < 299
 
 
 @pytest.mark.parametrize("step", [1, 6, 13, 20])

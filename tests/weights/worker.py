@@ -9,7 +9,6 @@ kill or stop children of this process at their n-th call of the object store.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -22,10 +21,9 @@ from typing import Any
 from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.weights import Mirror, Publisher, WeightStore
-from rollmill.weights.format.manifest import layout_of
 from rollmill.weights.format.tensors import Tensors
-from rollmill.weights.writing.sharded import PartPublisher, Standing
 from tests.weights.build import history, make_tensors, train_step
+from tests.weights.ranks import PipeRank, own_chunks
 
 FENCED = 3
 
@@ -150,40 +148,20 @@ def race(store: str, seed: str, last: str) -> None:
         sys.exit(FENCED if "fenced" in error.message else 1)
 
 
-def owned_by(tensors: Tensors, rank: int, world: int) -> dict[tuple[str, int], Any]:
-    """Every `world`-th chunk."""
-    keys = [(name, chunk) for name in sorted(tensors) for chunk in range(len(tensors[name].chunks()))]
-    return {(name, chunk): tensors[name].chunks()[chunk] for name, chunk in keys[rank::world]}
-
-
-def rank(objects: Objects, me: int, pipes: list[tuple[int, int]], last: int, wait: float) -> None:
-    """One rank of a sharded trainer. Rank 0 takes over the line and sends its standing to the others."""
-    world, versions = len(pipes), history(last + 1)
-    publisher = PartPublisher(WeightStore(objects), "rl", layout_of(versions[0]), me, world, snapshot_every=2)
-    told = None if me == 0 else Standing(*json.loads(os.read(pipes[me][0], 100)))
-    standing = publisher.resume(owned_by(versions[0], me, world), told)
-    for _, other in pipes[1:] if me == 0 else []:
-        os.write(other, json.dumps(standing).encode())
-    for number, tensors in enumerate(versions):
-        publisher.publish_part(number, owned_by(tensors, me, world))
-        if me == 0:
-            publisher.commit_parts(number, metadata={"step": number}, wait=wait)
-        publisher.settle(number, wait)
-
-
-def run_ranks(path: Path, world: int, last: int, killed: int = 0, kill_at: int = -1) -> list[int]:
+def run_ranks(path: Path, size: int, last: int, killed: int = 0, kill_at: int = -1) -> list[int]:
     """Processes that publish together; one is killed at its n-th call of the store. Returns their exit codes."""
-    pipes = [os.pipe() for _ in range(world)]
+    up, down = ([os.pipe() for _ in range(size)] for _ in range(2))
 
-    def start(me: int) -> None:
+    def work(me: int) -> None:
         objects = mortal(path, kill_at) if me == killed and kill_at >= 0 else Objects.open(path)
-        for _, writer in pipes if me else []:
-            os.close(writer)  # so that a rank notices the end of rank 0
-        rank(objects, me, pipes, last, 60 if kill_at < 0 else 1)
+        ranks, versions = PipeRank(me, up, down), history(last + 1)
+        publisher = Publisher(WeightStore(objects), "rl", snapshot_every=2, ranks=ranks)
+        for number, tensors in enumerate(versions):
+            publisher.publish(number, own_chunks(tensors, me, size), metadata={"step": number})
 
-    children = [in_child(lambda me=me: start(me)) for me in range(world)]  # type: ignore[misc]
-    for pipe in pipes:
-        os.close(pipe[0]), os.close(pipe[1])
+    children = [in_child(lambda me=me: work(me)) for me in range(size)]  # type: ignore[misc]
+    for reader, writer in (*up, *down):
+        os.close(reader), os.close(writer)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 

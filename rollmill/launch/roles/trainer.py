@@ -12,18 +12,18 @@ from rollmill import telemetry
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import TrainingError
-from rollmill.kinds import build, members_of
+from rollmill.kinds import build
 from rollmill.launch.launcher import TERMINATED
 from rollmill.models.device import choose_device
 from rollmill.runs.prepare import describe_longer, need_tokenizer, prepare
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.stages import is_trained, last_version
-from rollmill.training.choose_placement import place
 from rollmill.training.config import TrainingConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.objective import Objective
+from rollmill.training.parallelism import Parallelism, Ranks
 from rollmill.training.pass_size import fitted
-from rollmill.training.ranks import Placement
+from rollmill.training.single import choose_parallelism
 from rollmill.training.stage import RolloutSettings, Stage, StageContext, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -39,24 +39,24 @@ def main(run: RunDirectory, name: str = "") -> None:
     config, stage = run.config, run.config.stage(name)
     telemetry.label_events(stage=name)
     device = choose_device(config.device)
-    placement = place(name, device, stage.training)
-    with placement.watched():
-        trainer = _trainer(run, stage, weights, placement)
+    parallel = choose_parallelism(name, device, stage.training)
+    with parallel.ranks.watched():
+        trainer = _trainer(run, stage, weights, parallel)
         trainer.run(stage.steps)
-    placement.leave()
+    parallel.ranks.leave()
     if trainer.step < stage.steps and not is_trained(run, stage):
         raise SystemExit(TERMINATED)
 
 
-def _trainer(run: RunDirectory, stage: StageSection, weights: WeightStore, placement: Placement) -> Trainer[Any]:
+def _trainer(run: RunDirectory, stage: StageSection, weights: WeightStore, parallel: Parallelism) -> Trainer[Any]:
     config, name, device = run.config, stage.name, choose_device(run.config.device)
-    parent = placement.from_first_slowly(lambda: _parent(run, stage, weights))  # it may import a checkpoint
+    parent = parallel.ranks.from_first_slowly(lambda: _parent(run, stage, weights))  # it may import a checkpoint
     model = config.model_of(name)
     training = fitted(stage.training, model, device)
     return Trainer(
         training,
         model,
-        _objective(run, stage, weights, training, placement),
+        _objective(run, stage, weights, training, parallel.ranks),
         weights,
         weights.objects,
         name,
@@ -67,7 +67,7 @@ def _trainer(run: RunDirectory, stage: StageSection, weights: WeightStore, place
         other_forms=config.forms[1:],
         exact=config.numerics == "exact" and isinstance(stage, RolloutSettings),  # others compare with no engine
         device=config.device,
-        placement=placement,
+        parallel=parallel,
     )
 
 
@@ -94,7 +94,7 @@ def _named_parent(run: RunDirectory, stage: StageSection, name: str, weights: We
 
 
 def _objective(
-    run: RunDirectory, stage: StageSection, weights: WeightStore, training: TrainingConfig, placement: Placement
+    run: RunDirectory, stage: StageSection, weights: WeightStore, training: TrainingConfig, ranks: Ranks
 ) -> Objective[Any]:
     config, database = run.config, run.database()
     tokenizer = Tokenizer.load(need_tokenizer(run))
@@ -108,16 +108,16 @@ def _objective(
             tokenizer=tokenizer,
             format=format_beside(run.tokenizer, tokenizer, config.chat.kept, tools_in_prompt=config.tools_in_prompt),
             tokens_per_microbatch=training.tokens_per_pass,
-            placement=placement,
+            ranks=ranks,
             ledger=Ledger(database, run.stage_key(stage)),
             trajectories=TrajectoryStore(database, weights.objects),
             weights=weights,
             directory=run.data / "stages" / stage.name,
         )
     )
-    if missing := sorted(name for name in members_of(Objective) if not hasattr(objective, name)):
+    if not isinstance(objective, Objective):
         raise TrainingError(
-            f"the objective of stage {stage.name!r}, {type(objective).__name__}, has no `{missing[0]}`",
-            hint="docs/reference/python.md shows Objective",
+            f"the objective of stage {stage.name!r}, {type(objective).__name__}, is no Objective",
+            hint="derive it from rollmill.training.objective.Objective",
         )
     return objective

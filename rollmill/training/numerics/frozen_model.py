@@ -1,4 +1,4 @@
-"""A second decoder for the weights of published versions, placed like the trained one.
+"""A second decoder for the weights of published versions, sharded like the trained one.
 
 It computes where and as the trained model does: any other way would show as a difference of the weights. Nothing here
 changes the trained weights, the optimizer or a random state.
@@ -14,36 +14,34 @@ from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.moe import Replay
 from rollmill.training.batching import MicroBatch
-from rollmill.training.ranks import Placement
+from rollmill.training.parallelism import Parallelism
 from rollmill.types import Version
 from rollmill.weights.format.tensors import Tensors
 from rollmill.weights.reading.weight_store import WeightStore
 
 
 class Twin:
-    def __init__(self, placement: Placement, model: Decoder) -> None:
+    def __init__(self, parallel: Parallelism, model: Decoder) -> None:
         """Collective."""
-        self.placement = placement
-        self.decoder = placement.make_like(model)
+        self.parallel = parallel
+        self.decoder = parallel.models.make_like(model)
 
     def load_version(self, store: WeightStore, version: Version, form: str) -> None:
-        self.placement.load_version(self.decoder, store, version, form)
+        self.parallel.models.load_version(self.decoder, store, version, form)
 
     def load_held(self, tensors: Tensors) -> None:
-        self.placement.load_held(self.decoder, tensors)
+        self.parallel.models.load_held(self.decoder, tensors)
 
     @torch.no_grad()
     def round_to_form(self) -> None:
         """Round weights of another form to the trained model's form. Collective."""
-        own = {name: self.placement.local(each) for name, each in self.decoder.named_parameters()}
+        own = {name: self.parallel.rows.local(each) for name, each in self.decoder.named_parameters()}
         if is_quantised(self.decoder.form):
-            self.placement.round_into([(name, each, each) for name, each in own.items()], self.decoder.form)
+            self.parallel.rows.round_into([(name, each, each) for name, each in own.items()], self.decoder.form)
         else:
             round_to_form_(list(own.items()), self.decoder.form)
 
     @torch.no_grad()
     def logprobs(self, part: MicroBatch, replay: Replay | None) -> Tensor:
         """[M], of all targets, on every rank. Collective."""
-        found = self.placement.recompute(self.decoder, part, replay).logprobs_M
-        self.placement.release(self.decoder)
-        return found
+        return self.parallel.passes.recompute(self.decoder, part, replay).logprobs_M

@@ -11,7 +11,7 @@ without gradients, under the weights that sampled them (P prompt, A sampled, T t
     probe of 4    P P P   A A A   T   A A       Δ on the last two, under version 4
     left out                  A                 version 4 on keys that version 3 wrote: no weights give this log-prob
 
-Engines may serve another form than the trainer's (training/form_publisher.py). Their tokens are compared with the same
+Engines may serve another form than the trainer's (publishing/exporter.py). Their tokens are compared with the same
 version in the trainer's form, so the difference of the forms is part of the figure. They are reported apart, by form.
 
 Nothing here changes the weights, the optimizer, a random state or the ledger: a run has the same digests with and
@@ -38,7 +38,7 @@ from rollmill.training.diagnostics import mismatch_figures
 from rollmill.training.lineage import form_held
 from rollmill.training.numerics.frozen_model import Twin
 from rollmill.training.numerics.router_replay import replay_of
-from rollmill.training.ranks import Placement
+from rollmill.training.parallelism import Parallelism
 from rollmill.types import PolicyRef, Segment, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.weight_store import WeightStore
@@ -187,10 +187,10 @@ class MismatchMeter:
         self._budget = budget
         self._router_replay = router_replay
 
-    def compute_like(self, placement: Placement, model: Decoder) -> None:
+    def compute_like(self, parallel: Parallelism, model: Decoder) -> None:
         """Measure where and as `model` computes: any other way would add a mismatch of its own."""
         if self._twin is None:
-            self._twin = Twin(placement, model)
+            self._twin = Twin(parallel, model)
 
     @property
     def form(self) -> str:
@@ -229,7 +229,7 @@ class MismatchMeter:
             self.served.load(policy, twin)
         except (WeightsError, StorageError) as error:
             problem = error.message
-        return next(filter(None, twin.placement.gather(problem)), None)
+        return next(filter(None, twin.parallel.ranks.gather(problem)), None)
 
     def _deltas(self, twin: Twin, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
         found = []

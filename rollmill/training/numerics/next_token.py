@@ -28,7 +28,7 @@ class NextTokenPasses:
         self._attend = functools.lru_cache(GRAPHS)(functools.partial(packed_attention, device=device, dtype=dtype))
 
     def __call__(self, part: MicroBatch, targets: int, tokens: int) -> tuple[Tensor, Tensor | None]:
-        """See training.placement.Passes. Counts are FP32."""
+        """See training.parallelism.NextTokenPass. Counts are FP32."""
         # The closure must not refer to self: a graph keeps what its pass refers to, so both would live until the
         # garbage collector runs. If it runs while another pass is recorded, it spoils the recording.
         model, balance, attend = self.model, self._balance, self._attend(tuple(part.lengths))

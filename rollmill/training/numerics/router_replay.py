@@ -17,7 +17,7 @@ from torch import Tensor
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import Replay, Routing, expert_counts, move_gate_biases
 from rollmill.training.batching import MicroBatch
-from rollmill.training.ranks import Placement
+from rollmill.training.parallelism import Ranks
 from rollmill.training.step import moved
 
 ZERO_OVERLAP = 0.01  # healthy runs have none at all
@@ -90,11 +90,11 @@ class RouterMeasures:
         fits = [(_common(live_NLk, recorded_NLk.roll(move, (0, 1))) * apart_NL).sum() for move in MOVES.values()]
         self._moved = self._moved + torch.stack([apart_NL.sum() * self._k, *fits]) * many
 
-    def over_ranks(self, placement: Placement) -> RouterMeasures:
+    def over_ranks(self, ranks: Ranks) -> RouterMeasures:
         """The sums over all ranks, each of which has measured its own tokens. Collective."""
         counts = (self._load, self._counts, self._moved)
         on_host = [count.cpu() if isinstance(count, Tensor) else count for count in counts]
-        columns = zip(*placement.gather([self._tokens, self._rows, *on_host]), strict=True)
+        columns = zip(*ranks.gather([self._tokens, self._rows, *on_host]), strict=True)
         self._tokens, self._rows, self._load, self._counts, self._moved = (sum(column) for column in columns)
         return self
 

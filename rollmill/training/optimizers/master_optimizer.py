@@ -4,7 +4,7 @@ So the trainer computes log-probs with exactly the weights that the engines have
 rounded weight is not lost: it adds up in the master.
 
 Each rank updates the rows it holds. The gradient's norm and the matrices that Muon orthogonalises need all ranks
-(training/ranks.py).
+(training/parallelism.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rollmill.models.kernels.fused import fuses
 from rollmill.models.quantize import quantises
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizers.muon import matrix_parts, muon_step
-from rollmill.training.ranks import Placement
-from rollmill.training.single import WHOLE
+from rollmill.training.parallelism import ParameterRows
+from rollmill.training.single import SINGLE
 
 if TYPE_CHECKING:
     from rollmill.training.optimizers.fused_adamw import FusedAdamW
@@ -70,14 +70,14 @@ class MasterOptimizer:
         config: OptimizerConfig,
         form: str,
         state: Mapping[str, Tensor] | None = None,
-        placement: Placement = WHOLE,
+        rows: ParameterRows = SINGLE.rows,
     ) -> None:
         """With a `state` to go on from, the parameters need not be initialised."""
         self._config = config
         self._form = form
-        self._placement = placement
+        self._rows = rows
         self._parameters = dict(model.named_parameters())
-        self._served = {name: placement.local(parameter.detach()) for name, parameter in self._parameters.items()}
+        self._served = {name: rows.local(parameter.detach()) for name, parameter in self._parameters.items()}
         self._masters = {name: served.to(torch.float32, copy=True) for name, served in self._served.items()}
         self._means = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._parts = matrix_parts(model) if config.kind == "muon" else {}
@@ -113,7 +113,7 @@ class MasterOptimizer:
         found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                found[name] = self._placement.local(parameter.grad)
+                found[name] = self._rows.local(parameter.grad)
                 parameter.grad = None
         return found
 
@@ -133,7 +133,7 @@ class MasterOptimizer:
         if self._fused is not None:
             return self._update_fused(gradients, lr)
         own_norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-        norm = float(self._placement.whole_norm(own_norm))
+        norm = float(self._rows.whole_norm(own_norm))
         if not math.isfinite(norm):
             return Update(norm, lr, applied=False)
         scale = min(1.0, self._config.max_grad_norm / max(norm, 1e-12))
@@ -177,7 +177,7 @@ class MasterOptimizer:
             lr=lr,
             momentum=self._config.momentum,
             decay=self._config.weight_decay,
-            gather=self._placement.gather_of(name),
+            gather=self._rows.gather_of(name),
         )
 
     def _fuse(self) -> FusedAdamW:
@@ -193,7 +193,7 @@ class MasterOptimizer:
         """The norm is read last, when all work is queued. The kernel changes nothing if the norm is not finite."""
         assert self._fused is not None
         own_norm = self._fused.norm(list(gradients.values()))
-        norm = self._placement.whole_norm(own_norm).to(own_norm)
+        norm = self._rows.whole_norm(own_norm).to(own_norm)
         if self._parts and not math.isfinite(float(norm)):  # Muon's update has no such check
             return Update(float(norm), lr, applied=False)
         dtype = next(iter(gradients.values())).dtype  # sums are FP32 whatever the model is
@@ -221,7 +221,7 @@ class MasterOptimizer:
         that were rounded to the model's type first could get other codes."""
         if not is_quantised(self._form):
             return round_to_form_([(name, self._served[name]) for name in names], self._form)
-        self._placement.round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
+        self._rows.round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
 
     @torch.no_grad()
     def dither(self, seed: int, coded: bool = True) -> None:
@@ -230,7 +230,7 @@ class MasterOptimizer:
         for name, master in self._masters.items():
             if not coded and is_quantised(self._form) and quantises(name, master):
                 continue
-            master.copy_(self._placement.dithered(name, master, self._form, seed))
+            master.copy_(self._rows.dithered(name, master, self._form, seed))
         self._serve()
 
     def state(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rollmill.models.decoder import Layer
 from rollmill.models.moe import MLP, MixtureOfExperts
-from rollmill.training.ranks import Gather
+from rollmill.training.parallelism import Gather
 
 # Coefficients of the quintic a·x + b·x³ + c·x⁵ that is applied to the singular values. It is steep at 0: five rounds
 # bring all but the smallest to between 0.7 and 1.2. Exactly 1 is not needed.

@@ -18,13 +18,13 @@ from rollmill.models.decoder import Decoder, Layer
 from rollmill.models.moe import MixtureOfExperts
 from rollmill.training.parallel.expert_parallel import ExpertParallel
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.row_layout import Rows, Shards
+from rollmill.training.parallel.sharding import Rows, Sharding
 from rollmill.training.parallel.world import World
 
 
 def sharded_decoder(
     config: ModelConfig, dtype: torch.dtype, form: str, world: World, meshes: Meshes, device: torch.device
-) -> tuple[Decoder, Shards]:
+) -> tuple[Decoder, Sharding]:
     """This rank's rows of a decoder, on `device`. No rank ever has a whole one, not even on the host. Parameters are
     not initialised. Collective."""
     with torch.device("meta"):
@@ -46,7 +46,7 @@ def sharded_decoder(
     own = {name: _rows(each, cut.get(name), config.experts) for name, each in model.named_parameters()}
     everyone = world.gather(own)
     rows = {name: [each[name] for each in everyone] for name in own}
-    return model, Shards(world, meshes, rows)
+    return model, Sharding(world, meshes, rows)
 
 
 def release(model: Decoder) -> None:

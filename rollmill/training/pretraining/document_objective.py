@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,15 +29,12 @@ from rollmill.training.config import MidtrainConfig
 from rollmill.training.diagnostics import finite
 from rollmill.training.lineage import Lineage
 from rollmill.training.numerics.router_replay import RouterMeasures
-from rollmill.training.objective import StepOutcome, leave_on_model
+from rollmill.training.objective import Objective, StepOutcome, leave_on_model
+from rollmill.training.parallelism import NextTokenPass, Parallelism
 from rollmill.training.pretraining.mixture import Mixture, windows
 from rollmill.training.pretraining.read_ahead import ReadAhead
 from rollmill.training.pretraining.source import Document
-from rollmill.training.ranks import Passes, Placement
-from rollmill.training.single import WHOLE
-from rollmill.training.update_guard import Sampled
-from rollmill.types import Version
-from rollmill.weights.format.tensors import HostTensor
+from rollmill.training.single import SINGLE
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,7 @@ class _Reader:
         return Prepared(sequences, notes if sequences or notes else ["nothing to learn"], source)
 
 
-class MidtrainObjective:
-    needs_commits = False
-    most_drift = 0.0
-
+class MidtrainObjective(Objective[DocumentBatch]):
     def __init__(
         self,
         config: MidtrainConfig,
@@ -105,8 +99,8 @@ class MidtrainObjective:
         self._config = config
         self._mixture = mixture
         self._budget = tokens_per_microbatch
-        self._passes: Passes | None = None
-        self._placement: Placement = WHOLE
+        self._pass: NextTokenPass | None = None
+        self._parallel = SINGLE
         self._steps = steps
         self._reader = _Reader(mixture, config.documents_per_step, max_context)
         self._ahead = ReadAhead(self._reader.step, steps)
@@ -121,11 +115,11 @@ class MidtrainObjective:
         model: Decoder,
         batch: DocumentBatch,
         accumulate: Callable[[], None] = leave_on_model,
-        placement: Placement = WHOLE,
+        parallel: Parallelism = SINGLE,
     ) -> dict[str, Any]:
-        if self._passes is None or self._passes.model is not model:
-            self._passes, self._placement = placement.next_token_passes(model, self._config.balance), placement
-            self._reader.rank, self._reader.ranks = placement.rank, placement.ranks
+        if self._pass is None or self._pass.model is not model:
+            self._pass, self._parallel = parallel.passes.next_token(model, self._config.balance), parallel
+            self._reader.rank, self._reader.ranks = parallel.ranks.rank, parallel.ranks.size
             self._ahead = ReadAhead(self._reader.step, self._steps)
         if batch.number == 1:
             self._measure(0)
@@ -137,14 +131,14 @@ class MidtrainObjective:
         for part in batch.microbatches:
             if losses:
                 accumulate()
-            loss, load_LE = self._passes(part, targets, tokens)
+            loss, load_LE = self._pass(part, targets, tokens)
             losses.append(loss)
             if load_LE is not None:
                 router.add_load(len(part.tokens_N), load_LE)
         # read last, when everything is queued: reading waits for the device
         total = sum(torch.stack(losses).tolist()) if losses else 0.0
         figures = {"loss": total, "tokens": tokens, "targets": targets, **counts}
-        router.over_ranks(placement)
+        router.over_ranks(parallel.ranks)
         if math.isfinite(total):  # otherwise the step changes nothing
             router.move_gate_biases(model, self._config.gate_bias_rate)
         return {**figures, **router.load_figures()}
@@ -165,7 +159,7 @@ class MidtrainObjective:
 
     def _gathered(self, own: list[Prepared]) -> list[Prepared]:
         """The documents of all ranks in their order, from the share of each. Collective."""
-        ranks, shares = self._placement.ranks, self._placement.gather(own)
+        ranks, shares = self._parallel.ranks.size, self._parallel.ranks.gather(own)
         total = sum(map(len, shares))
         return [shares[place % ranks][place // ranks] for place in range(total)]
 
@@ -173,8 +167,8 @@ class MidtrainObjective:
 
     def _measure(self, step: int) -> None:
         """Emit the loss on held-out documents of each source. Collective."""
-        assert self._passes is not None
-        model = self._passes.model
+        assert self._pass is not None
+        model = self._pass.model
         for number, part in enumerate(self._mixture.parts):
             documents = range(min(self._config.heldout_documents, len(self._mixture.chosen[number].heldout)))
             if not documents:
@@ -185,8 +179,7 @@ class MidtrainObjective:
             total = 0.0
             with torch.no_grad(), telemetry.busy("measure"):
                 for micro in pack(sequences, self._budget):
-                    total -= float(self._placement.recompute(model, micro, None).logprobs_M.double().sum())
-                    self._placement.release(model)
+                    total -= float(self._parallel.passes.recompute(model, micro, None).logprobs_M.double().sum())
             targets = sum(len(sequence.targets) for sequence in sequences)
             telemetry.emit(
                 "heldout_loss",
@@ -197,22 +190,8 @@ class MidtrainObjective:
                 loss=total / targets if targets else None,
             )
 
-    # the rest of the loop
-
-    def sampled(self, model: Decoder, batch: DocumentBatch, placement: Placement) -> Sampled | None:
-        """Nothing is sampled."""
-        return None
-
-    def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
-        """Not needed: nothing is sampled."""
-
     def publishes(self, number: int) -> bool:
         return number % self._config.publish_every == 0
-
-    def commit(self, number: int, version: Version, digest: str) -> None:
-        """Nothing to do: documents are not consumed."""
-
-    def finish(self, *, failed: bool) -> None: ...
 
     def report(self, batch: DocumentBatch, outcome: StepOutcome) -> None:
         telemetry.emit(

@@ -90,9 +90,9 @@ def open_mixture(sections: Sequence[SourceSection], context: StageContext) -> Mi
         return [_open(section, number, context) for number, section in enumerate(sections)]
 
     made: list[Part] = []
-    context.placement.from_first_slowly(lambda: made.extend(opened()))
+    context.ranks.from_first_slowly(lambda: made.extend(opened()))
     mixture = Mixture(made or opened(), context.seed)
-    if context.placement.first:
+    if context.ranks.first:
         mixture.report()
     return mixture
 

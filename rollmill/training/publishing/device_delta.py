@@ -14,7 +14,7 @@ from torch import Tensor
 from rollmill.models.host_tensors import layout_in
 from rollmill.models.triton import has_triton
 from rollmill.models.updates.delta import Differences, Pair
-from rollmill.weights.writing.encoder import Made, Run, rows_of, runs_of
+from rollmill.weights.writing.encoder import DevicePayloads, Run, rows_of, runs_of
 
 _MOST_SHARE = 0.05  # of the device's memory, for the copy
 
@@ -29,13 +29,13 @@ class DeviceDelta:
         self._differences = Differences([self._pairs(run) for run in self._runs])
         self.base: str | None = None  # the digest of the weights in the copy; None: they are not published (yet)
 
-    def make(self) -> Made | None:
+    def make(self) -> DevicePayloads | None:
         """The coded changes since the last call, for a publisher whose base is `base`. None if that is not known."""
         base, self.base = self.base, None
         made = None
         if base is not None:
             coded = self._differences.start()
-            made = Made(base, {run[0].place: each for run, each in zip(self._runs, coded, strict=True)})
+            made = DevicePayloads(base, {run[0].place: each for run, each in zip(self._runs, coded, strict=True)})
         torch._foreach_copy_(list(self._last.values()), list(self._now.values()))
         return made
 

@@ -8,7 +8,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch
 from rollmill.training.lineage import form_held
 from rollmill.training.numerics.frozen_model import Twin
-from rollmill.training.ranks import Placement
+from rollmill.training.parallelism import Parallelism
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore
 
@@ -20,10 +20,10 @@ class Reference:
         self._weights = weights
         self._twin: Twin | None = None  # made on first use, since it may be the run's own version 0
 
-    def logprobs(self, placement: Placement, model: Decoder, part: MicroBatch) -> Tensor:
+    def logprobs(self, parallel: Parallelism, model: Decoder, part: MicroBatch) -> Tensor:
         """[M]. Experts are chosen live: recorded routes are the policy's choice, not the reference's. Collective."""
         if self._twin is None:
-            twin = Twin(placement, model)
+            twin = Twin(parallel, model)
             form = form_held(self._weights, self._version, model.form)
             twin.load_version(self._weights, self._version, form)
             if form != model.form:

@@ -21,11 +21,11 @@ from rollmill.training.config import RLConfig
 from rollmill.training.diagnostics import TokenMeasures, distance, token_figures
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.numerics.router_replay import RouterMeasures, replay_of
-from rollmill.training.ranks import Placement, Recomputed
+from rollmill.training.parallelism import Parallelism, Passes, PolicyPass
 from rollmill.training.rl.advantage import kl_advantages
 from rollmill.training.rl.kl_reference import Reference
 from rollmill.training.step import moved
-from rollmill.training.update_guard import Sampled
+from rollmill.training.update_guard import TokenSample
 
 _MOST_HINT = 5.0  # of |log teacher − log student|: a token that a teacher rules out must not outweigh the step
 
@@ -49,11 +49,11 @@ class PolicyGradient:
         model: Decoder,
         sequences: StepSequences,
         accumulate: Callable[[], None],
-        placement: Placement,
+        parallel: Parallelism,
     ) -> dict[str, Any]:
         """As `Objective.backward`. Collective."""
         parts = sequences.microbatches
-        references = [self._reference.logprobs(placement, model, part) if self._reference else None for part in parts]
+        references = [self._reference.logprobs(parallel, model, part) if self._reference else None for part in parts]
         sizes_T = _sizes(parts)
         shared = _Shared(
             divisor=step_divisor(
@@ -65,33 +65,32 @@ class PolicyGradient:
             sizes_T=sizes_T,
             queued_T=_queued(parts),
             kl_advantages_T=self._kl_advantages(sequences, references),
-            teacher_H=_teach(placement, model, sequences.hinted),
+            teacher_H=_teach(parallel.passes, model, sequences.hinted),
         )
         router, passes = RouterMeasures(), list[_Pass]()
         for part, reference_M in zip(parts, references, strict=True):
             if passes:
                 accumulate()
             replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
-            policy = placement.recompute(model, part, replay)
+            policy = parallel.passes.recompute(model, part, replay)
             passes.append(self._backward_part(policy, part, reference_M, shared))
             router.add(policy.routings, policy.replay)
         loss = sum(torch.stack([each.loss for each in passes]).tolist()) if passes else 0.0
-        router.over_ranks(placement)
+        router.over_ranks(parallel.ranks)
         if math.isfinite(loss):  # otherwise the step changes nothing
             router.move_gate_biases(model, self._config.gate_bias_rate)
         tokens = sum(len(part.tokens_N) for part in parts)
         return {"loss": loss, "tokens": tokens, **_figures(parts, passes, shared), **router.figures()}
 
     @torch.no_grad()
-    def sampled(self, model: Decoder, parts: Sequence[MicroBatch], placement: Placement) -> Sampled:
+    def sampled(self, model: Decoder, parts: Sequence[MicroBatch], passes: Passes) -> TokenSample:
         """Log-probs and entropies under the weights of this moment, through the routes that are trained. Collective."""
         found = []
         for part in parts:
             replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
-            policy = placement.recompute(model, part, replay)
-            found.append(Sampled(policy.logprobs_M, policy.entropies_M))
-            placement.release(model)
-        return Sampled(*(torch.cat(column) for column in zip(*found, strict=True)))
+            policy = passes.recompute(model, part, replay)
+            found.append(TokenSample(policy.logprobs_M, policy.entropies_M))
+        return TokenSample(*(torch.cat(column) for column in zip(*found, strict=True)))
 
     def _kl_advantages(self, sequences: StepSequences, references: Sequence[Tensor | None]) -> np.ndarray | None:
         """float64 [T]: what the KL of each trajectory adds to its advantage, if KL is subtracted from the reward."""
@@ -107,7 +106,7 @@ class PolicyGradient:
         return kl_advantages(kl_T, sequences.groups_T, self._config.kl_factor)
 
     def _backward_part(
-        self, policy: Recomputed, part: MicroBatch, reference_M: Tensor | None, shared: _Shared
+        self, policy: PolicyPass, part: MicroBatch, reference_M: Tensor | None, shared: _Shared
     ) -> _Pass:
         facts = part.facts
         assert facts is not None, "sequences of sampled tokens carry their facts"
@@ -161,12 +160,11 @@ class _Shared:
 
 
 @torch.no_grad()
-def _teach(placement: Placement, model: Decoder, parts: Sequence[MicroBatch]) -> Tensor | None:
+def _teach(passes: Passes, model: Decoder, parts: Sequence[MicroBatch]) -> Tensor | None:
     """[H], under the weights that the step trains from. Collective."""
     found, places = [], []
     for part in parts:
-        found.append(placement.recompute(model, part, None).logprobs_M)
-        placement.release(model)
+        found.append(passes.recompute(model, part, None).logprobs_M)
         assert part.facts is not None and part.facts.hint is not None
         places.append(torch.from_numpy(part.facts.hint))
     return torch.cat(found)[torch.cat(places).argsort().to(found[0].device)] if found else None

@@ -29,8 +29,8 @@ from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.diagnostics import finite, nothing_left, warnings
 from rollmill.training.lineage import Lineage
 from rollmill.training.numerics.logprob_check import HeldReport, MismatchMeter, Sample, ServedWeights, choose_sample
-from rollmill.training.objective import StepOutcome, leave_on_model
-from rollmill.training.ranks import Placement
+from rollmill.training.objective import Objective, StepOutcome, leave_on_model
+from rollmill.training.parallelism import Parallelism, Passes
 from rollmill.training.rl.answer_credit import answer_advantages
 from rollmill.training.rl.baseline import make_baseline
 from rollmill.training.rl.deadlines import Candidate, choose_groups
@@ -48,14 +48,14 @@ from rollmill.training.rl.selection import (
 )
 from rollmill.training.rl.signal import OtherSignal
 from rollmill.training.rl.turn_credit import group_token_advantages
-from rollmill.training.single import WHOLE
-from rollmill.training.update_guard import Sampled, few_sequences
+from rollmill.training.single import SINGLE
+from rollmill.training.update_guard import TokenSample, few_sequences
 from rollmill.trajectories.ledger import GroupRow, Ledger, Untaken
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, GroupState, Segment, StepRecord, TrajectoryState, Version
-from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.format.tensors import Tensors
 from rollmill.weights.reading.weight_store import WeightStore
 
 POLL_S = 0.1  # each look costs a few queries on cores that the rollouts need
@@ -95,7 +95,7 @@ class RolloutBatch:
     hints_refused: int = 0  # hints that could not be written into a context
 
 
-class RLObjective:
+class RLObjective(Objective[RolloutBatch]):
     def __init__(
         self,
         config: RLConfig,
@@ -120,14 +120,11 @@ class RLObjective:
         served = ServedWeights(weights, keep=pace.max_staleness + 2)
         self._mismatch = MismatchMeter(served, budget=tokens_per_microbatch, router_replay=config.router_replay)
         self._held, self._ranks = HeldReport(self._mismatch), 1
+        self.needs_commits, self.most_drift = config.baseline == "population", config.max_step_drift
         self._baseline = make_baseline(config, ledger)
         self._with_signal: set[str] = set()  # waiting groups whose rewards were looked at
         reference = Reference(config.reference, weights) if config.reference else None
         self._gradient = PolicyGradient(config, reference, trajectories=pace.groups_per_step * pace.group_size)
-
-    @property
-    def needs_commits(self) -> bool:
-        return self._config.baseline == "population"
 
     def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
         rule = TokenRule(lineage, base=number - 1, max_staleness=self._pace.max_staleness)
@@ -329,25 +326,18 @@ class RLObjective:
         model: Decoder,
         batch: RolloutBatch,
         accumulate: Callable[[], None] = leave_on_model,
-        placement: Placement = WHOLE,
+        parallel: Parallelism = SINGLE,
     ) -> dict[str, Any]:
-        self._mismatch.compute_like(placement, model)
-        self._ranks = placement.ranks
+        self._mismatch.compute_like(parallel, model)
+        self._ranks = parallel.ranks.size
         sequences = StepSequences(batch.microbatches, batch.hinted, batch.groups_T, batch.expected_tokens)
-        return self._gradient.backward(model, sequences, accumulate, placement)
+        return self._gradient.backward(model, sequences, accumulate, parallel)
 
-    @property
-    def most_drift(self) -> float:
-        return self._config.max_step_drift
+    def sampled(self, model: Decoder, batch: RolloutBatch, passes: Passes) -> TokenSample | None:
+        return self._gradient.sampled(model, batch.guarded, passes) if batch.guarded else None
 
-    def sampled(self, model: Decoder, batch: RolloutBatch, placement: Placement) -> Sampled | None:
-        return self._gradient.sampled(model, batch.guarded, placement) if batch.guarded else None
-
-    def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
+    def remember(self, digest: str, tensors: Tensors) -> None:
         self._mismatch.served.remember(digest, tensors)
-
-    def publishes(self, number: int) -> bool:
-        return True
 
     def commit(self, number: int, version: Version, digest: str) -> None:
         self._ledger.commit_step(number, version, digest)

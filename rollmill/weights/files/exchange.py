@@ -42,7 +42,7 @@ from rollmill.weights.format.manifest import (
 )
 from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
 from rollmill.weights.reading.weight_store import WeightStore
-from rollmill.weights.writing.encoder import Encoder, Row, entries_of, rows_of
+from rollmill.weights.writing.encoder import ChunkRow, Encoder, entries_of, rows_of
 from rollmill.weights.writing.line_writer import Writer
 
 ABOUT = "rollmill.json"
@@ -186,7 +186,7 @@ def _code(
     layout = layout_of(tensors)
     seen: set[int] = set()
 
-    def bytes_of(row: Row) -> np.ndarray:
+    def bytes_of(row: ChunkRow) -> np.ndarray:
         if row.place not in seen:  # coded and hashed, but counted once
             seen.add(row.place)
             advance(row.size)

@@ -31,7 +31,6 @@ from rollmill.weights.reading.weight_store import WeightStore
 
 ABANDONED_SECONDS = 3600.0
 _PACK = re.compile(r"(\d{10})-[0-9a-f]{64}")
-_PART = re.compile(r"(\d{10})-(\d{10})-\d+\.part")
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,12 @@ class _Found:
         for key in store.objects.list(f"{folder}/packs"):
             if pack := _PACK.fullmatch(key.rpartition("/")[2]):
                 self._packs[int(pack[1])].append(key)
-        parts = store.objects.list(f"{folder}/parts")
         self._anchors = set(store.anchors(line, form))
         self.numbers = store.numbers(line, form)
         self.stats = store.objects.stats(folder)
         below = dict(zip(self.numbers[1:], self.numbers, strict=False))
         self._versions = {number: self._look(number, below.get(number)) for number in self.numbers}
-        self.abandoned = self._abandoned(parts, store.epoch(line, form)) if self.numbers else []
+        self.abandoned = self._abandoned() if self.numbers else []
 
     def _look(self, number: int, below: int | None) -> _Version:
         """A damaged manifest may be restored later: it is treated as a delta from the version below."""
@@ -175,7 +173,7 @@ class _Found:
         keys = [manifest_key(version, self._form), anchor_key(version, self._form), *self._packs.get(number, [])]
         return [key for key in keys if key in self.stats]
 
-    def _abandoned(self, parts: Iterable[str], epoch: int) -> list[str]:
+    def _abandoned(self) -> list[str]:
         """Objects that nothing names, and that are older than an hour."""
         head = self.numbers[-1]
         stray = (Version(self._line, number) for number in self._anchors.difference(self.numbers) if number <= head)
@@ -184,10 +182,6 @@ class _Found:
             if number <= head:
                 version = self._versions.get(number, _Version(None, set()))
                 keys += [key for key in packs if version.packs is not None and key not in version.packs]
-        for key in parts:
-            part = _PART.fullmatch(key.rpartition("/")[2])
-            if part and (int(part[1]) <= head or int(part[2]) < epoch):
-                keys.append(key)
         return [key for key in keys if key in self.stats and self._is_old(key)]
 
     def _is_old(self, key: str) -> bool:

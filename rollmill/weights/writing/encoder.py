@@ -48,7 +48,7 @@ _SMALL_BYTES = 8 << 20  # smaller models are coded in one thread: starting more 
 _Result = TypeVar("_Result")
 
 
-class Row(NamedTuple):
+class ChunkRow(NamedTuple):
     """One row of the chunk table, before its digest is known."""
 
     place: int  # in the chunk table
@@ -63,41 +63,41 @@ class Row(NamedTuple):
         return self.stop - self.start
 
 
-Run = list[Row]
-BytesOf = Callable[[Row], np.ndarray]  # the bytes of a chunk: flat uint8, a view
+Run = list[ChunkRow]
+BytesOf = Callable[[ChunkRow], np.ndarray]  # the bytes of a chunk: flat uint8, a view
 
 
-class Made(NamedTuple):
+class DevicePayloads(NamedTuple):
     """Payloads that were coded elsewhere, such as on a GPU."""
 
     base: str  # the digest of the version that they start from
-    payloads: Mapping[int, Future[Encoded | None]]  # by the first place of a run; None: this encoder shall code it
+    by_place: Mapping[int, Future[Encoded | None]]  # by the first place of a run; None: this encoder shall code it
 
 
-class Before(NamedTuple):
+class DeltaBase(NamedTuple):
     """The version a delta starts from."""
 
     base: Base
     digests: Sequence[str]  # of its whole chunk table
     bytes_of: BytesOf | None  # None: the base could not be read back, so chunks are coded whole
-    made: Mapping[int, Future[Encoded | None]] = {}  # see `Made`
+    payloads: Mapping[int, Future[Encoded | None]] = {}  # see `DevicePayloads`
 
 
-class Coded(NamedTuple):
-    """The coded rows: their packs are in the store, and no manifest names them yet."""
+class Part(NamedTuple):
+    """Rows of a version that are coded: their packs are in the store, and no manifest names them yet."""
 
     digests: dict[int, str]  # by place
     delta: Encoding | None
     snapshot: Encoding | None
 
 
-def rows_of(layout: Layout) -> list[Row]:
+def rows_of(layout: Layout) -> list[ChunkRow]:
     """The chunk table of tensors with these names, dtypes and shapes."""
-    rows: list[Row] = []
+    rows: list[ChunkRow] = []
     for name, dtype, shape in layout:
         width = WIDTHS[dtype]
         for chunk, (start, stop) in enumerate(chunk_ranges(shape)):
-            rows.append(Row(len(rows), name, chunk, start * width, stop * width, width))
+            rows.append(ChunkRow(len(rows), name, chunk, start * width, stop * width, width))
     return rows
 
 
@@ -121,7 +121,9 @@ class Encoder:
         self._objects, self._line, self._form = store.objects, line, form
         self._goal, self._threads = goal, threads
 
-    def encode(self, number: int, rows: Sequence[Row], new: BytesOf, before: Before | None, snapshot: bool) -> Coded:
+    def encode(
+        self, number: int, rows: Sequence[ChunkRow], new: BytesOf, before: DeltaBase | None, snapshot: bool
+    ) -> Part:
         """Code the rows as a delta if there is a version before, and as a snapshot if asked for or if there is none."""
         total = sum(row.size for row in rows)
         threads = 1 if total < _SMALL_BYTES else self._threads or min(_cores(), _MOST_THREADS)
@@ -134,14 +136,20 @@ class Encoder:
                 delta = self._delta(_PackWriter(uploads, prefix), runs, new, before, digests, threads)
             if snapshot or before is None:
                 full = _snapshot(_PackWriter(uploads, prefix), runs, new, digests, threads)
-        return Coded(digests, delta, full)
+        return Part(digests, delta, full)
 
     def _delta(
-        self, packs: _PackWriter, runs: list[Run], new: BytesOf, before: Before, digests: dict[int, str], threads: int
+        self,
+        packs: _PackWriter,
+        runs: list[Run],
+        new: BytesOf,
+        before: DeltaBase,
+        digests: dict[int, str],
+        threads: int,
     ) -> Encoding:
         def code(run: Run) -> tuple[Encoded, list[str]]:
-            made = before.made.get(run[0].place)
-            encoded = made.result() if made is not None else None
+            early = before.payloads.get(run[0].place)
+            encoded = early.result() if early is not None else None
             if encoded is None:
                 encoded = self._code(run, new, before)
             if not encoded.changed:
@@ -159,7 +167,7 @@ class Encoder:
                 packs.add(run, encoded.coding, encoded.payload)
         return packs.finish(changed, before.base)
 
-    def _code(self, run: Run, new: BytesOf, before: Before) -> Encoded:
+    def _code(self, run: Run, new: BytesOf, before: DeltaBase) -> Encoded:
         elements, width = _join(new, run), run[0].width
         if before.bytes_of is None:
             return Encoded("raw", encode_full(elements, width), elements.size // width)
@@ -214,7 +222,7 @@ class _PackWriter:
         self._packs.append(pack)
 
 
-def runs_of(rows: Sequence[Row]) -> list[Run]:
+def runs_of(rows: Sequence[ChunkRow]) -> list[Run]:
     """Rows that follow each other in the chunk table and have one element width, coded together."""
     runs: list[Run] = []
     size = 0

@@ -28,7 +28,7 @@ from rollmill.training.numerics.logprob_check import (
     ServedWeights,
     choose_sample,
 )
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.trajectories.pace import Pace
 from rollmill.types import Segment, Version
 from rollmill.weights.reading.weight_store import WeightStore
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def meter(world: World) -> MismatchMeter:
     found = MismatchMeter(ServedWeights(world.weights, 3), budget=48, router_replay=True)
-    found.compute_like(WHOLE, Decoder(MODEL))
+    found.compute_like(SINGLE, Decoder(MODEL))
     return found
 
 
@@ -174,7 +174,7 @@ def test_versions_in_memory_need_no_store(trained: World, tmp_path: Path):
     served = ServedWeights(WeightStore(World(tmp_path).objects), keep=1)
     served.remember(by.digest, to_host(model.state_dict()))
     kept = MismatchMeter(served, budget=48, router_replay=True)
-    kept.compute_like(WHOLE, model)
+    kept.compute_like(SINGLE, model)
     deltas, _ = kept.measure(3, choose_sample(0, [[honest_segment(model, 1, by=by)]], RULE))
     assert deltas.size == 5 and np.abs(deltas).max() < 1e-5
 

@@ -19,11 +19,12 @@ from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.numerics.next_token import NextTokenPasses
 from rollmill.training.numerics.router_replay import replay_of
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
+from rollmill.training.parallel.many_ranks import ShardedModels, over_ranks
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.sharded_ranks import ShardedPlacement
 from rollmill.training.parallel.world import World
-from rollmill.training.ranks import ModelPublisher, Placement
-from rollmill.training.single import WHOLE
+from rollmill.training.parallelism import Parallelism
+from rollmill.training.publishing.exporter import Exporter
+from rollmill.training.single import SINGLE
 from rollmill.training.training_checkpoint import Checkpoint, Checkpoints
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.weight_store import WeightStore
@@ -103,39 +104,42 @@ def make_model(name: str, form: str = "bf16", device: torch.device = CPU) -> Dec
 
 def make_sharded(
     world: World, name: str, shape: Shape, form: str = "bf16", device: torch.device = CPU
-) -> tuple[Decoder, ShardedPlacement]:
-    placement = ShardedPlacement(world, Meshes(*shape, device))
-    model = placement.make_model(MODELS[name], form, device)
-    values, rows = make_model(name, form, device).state_dict(), placement.shards.rows
+) -> tuple[Decoder, Parallelism]:
+    parallel = over_ranks(world, Meshes(*shape, device))
+    model = parallel.models.make_model(MODELS[name], form, device)
+    assert isinstance(parallel.models, ShardedModels)
+    values, rows = make_model(name, form, device).state_dict(), parallel.models.sharding.rows
     own = {key: values[key][each[world.rank].start : each[world.rank].stop] for key, each in rows.items()}
-    placement.load_held(model, to_host(values | own, "fp32" if model.embedding.dtype == torch.float32 else "bf16"))
-    return model, placement
+    parallel.models.load_held(
+        model, to_host(values | own, "fp32" if model.embedding.dtype == torch.float32 else "bf16")
+    )
+    return model, parallel
 
 
 def make_placed(
     world: World | None, name: str, shape: Shape, form: str = "bf16", device: torch.device = CPU
-) -> tuple[Decoder, Placement]:
+) -> tuple[Decoder, Parallelism]:
     if world is None:
-        return make_model(name, form, device), WHOLE
+        return make_model(name, form, device), SINGLE
     return make_sharded(world, name, shape, form, device)
 
 
-def next_token_pass(placement: Placement, model: Decoder, parts: list[MicroBatch]) -> float:
+def next_token_pass(parallel: Parallelism, model: Decoder, parts: list[MicroBatch]) -> float:
     targets, tokens = sum(len(part.targets_M) for part in parts), sum(len(part.tokens_N) for part in parts)
     # recorded passes want gradients to be taken away after each
-    whole = placement is WHOLE
-    passes = NextTokenPasses(model, 0.01, graphs=False) if whole else placement.next_token_passes(model, 0.01)
+    whole = parallel is SINGLE
+    passes = NextTokenPasses(model, 0.01, graphs=False) if whole else parallel.passes.next_token(model, 0.01)
     return sum(float(passes(part, targets, tokens)[0]) for part in parts)
 
 
 def policy_pass(
-    placement: Placement, model: Decoder, parts: list[MicroBatch], plausibility: float = 0.0
+    parallel: Parallelism, model: Decoder, parts: list[MicroBatch], plausibility: float = 0.0
 ) -> dict[str, Any]:
     """A policy gradient with entropy, replayed."""
     total, rows, found = 0.0, 0, []
     for part in parts:
         assert part.facts is not None
-        result = placement.recompute(model, part, replay_of(part, plausibility))
+        result = parallel.passes.recompute(model, part, replay_of(part, plausibility))
         advantages_M = torch.from_numpy(part.facts.advantages).to(result.logprobs_M.device)
         loss = -(result.logprobs_M * advantages_M).sum() / 9
         loss = loss - 0.1 * result.entropies_M.sum() / 9
@@ -151,36 +155,36 @@ def policy_pass(
     return {"loss": total, "logprobs": torch.cat(found), "routed": rows}
 
 
-def gradients(placement: Placement, model: Decoder) -> dict[str, Tensor]:
+def gradients(parallel: Parallelism, model: Decoder) -> dict[str, Tensor]:
     """Taken off the model and made whole."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    own = {name: placement.local(gradient) for name, gradient in found.items() if gradient is not None}
-    return assemble(placement, own)
+    own = {name: parallel.rows.local(gradient) for name, gradient in found.items() if gradient is not None}
+    return assemble(parallel, own)
 
 
-def assemble(placement: Placement, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def assemble(parallel: Parallelism, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gathers tensors that are sharded like the parameters."""
-    if not isinstance(placement, ShardedPlacement):
+    if not isinstance(parallel.models, ShardedModels):
         return {name: tensor.clone() for name, tensor in own.items()}
-    found, shards = {}, placement.shards
-    for name, each in {name: placement.gather(tensor) for name, tensor in own.items()}.items():
-        found[name] = torch.full(shards.own(name).shape, torch.nan, device=own[name].device)
-        for rows, tensor in zip(shards.rows[name], each, strict=True):
+    found, sharding = {}, parallel.models.sharding
+    for name, each in {name: parallel.ranks.gather(tensor) for name, tensor in own.items()}.items():
+        found[name] = torch.full(sharding.own(name).shape, torch.nan, device=own[name].device)
+        for rows, tensor in zip(sharding.rows[name], each, strict=True):
             found[name][rows.start : rows.stop] = tensor
     return found
 
 
 def passes(world: World | None, name: str, shape: Shape = (1, 1, 1), device: torch.device = CPU) -> dict[str, Any]:
     """Loss and gradients of both objectives."""
-    model, placement = make_placed(world, name, shape, device=device)
+    model, parallel = make_placed(world, name, shape, device=device)
     parts = make_microbatches(model.config)
-    found: dict[str, Any] = {"next token": next_token_pass(placement, model, parts)}
-    found["next token gradients"] = gradients(placement, model)
-    found["policy"] = policy_pass(placement, model, parts)
-    found["policy gradients"] = gradients(placement, model)
-    found["filtered"] = policy_pass(placement, model, parts, plausibility=0.9)
-    found["filtered gradients"] = gradients(placement, model)
+    found: dict[str, Any] = {"next token": next_token_pass(parallel, model, parts)}
+    found["next token gradients"] = gradients(parallel, model)
+    found["policy"] = policy_pass(parallel, model, parts)
+    found["policy gradients"] = gradients(parallel, model)
+    found["filtered"] = policy_pass(parallel, model, parts, plausibility=0.9)
+    found["filtered gradients"] = gradients(parallel, model)
     return found
 
 
@@ -191,10 +195,10 @@ class Run:
         self, path: Path, world: World | None, name: str, shape: Shape, config: OptimizerConfig, form: str = "bf16"
     ) -> None:
         self.name, self.form = name, form
-        self.model, self.placement = make_placed(world, name, shape, form)
-        self.optimizer = MasterOptimizer(self.model, config, form, placement=self.placement)
+        self.model, self.parallel = make_placed(world, name, shape, form)
+        self.optimizer = MasterOptimizer(self.model, config, form, rows=self.parallel.rows)
         self.objects = Objects.open(path)
-        self.checkpoints = Checkpoints(self.objects, 2, self.placement)
+        self.checkpoints = Checkpoints(self.objects, 2, self.parallel)
         self.step = 0
 
     def train(self, steps: int) -> list[tuple[float, float]]:
@@ -202,7 +206,7 @@ class Run:
         found = []
         for _ in range(steps):
             self.step += 1
-            loss = next_token_pass(self.placement, self.model, make_microbatches(self.model.config, self.step))
+            loss = next_token_pass(self.parallel, self.model, make_microbatches(self.model.config, self.step))
             found.append((loss, self.optimizer.update(0.02).grad_norm))
         return found
 
@@ -220,7 +224,7 @@ class Run:
 
     def masters(self) -> dict[str, Tensor]:
         state = {key: value for key, value in self.optimizer.state().items() if key.startswith("master.")}
-        return assemble(self.placement, {key.removeprefix("master."): value for key, value in state.items()})
+        return assemble(self.parallel, {key.removeprefix("master."): value for key, value in state.items()})
 
     def digest(self) -> str:
         """Of the version one process would publish that had these masters."""
@@ -232,8 +236,8 @@ class Run:
         MasterOptimizer(whole, ADAMW, self.form)
         return root_digest(describe(to_host(whole.state_dict(), self.form)))
 
-    def publisher(self, line: str) -> ModelPublisher:
+    def publisher(self, line: str) -> Exporter:
         config = TrainingConfig(snapshot_every=4)
-        found = self.placement.publisher(self.model, WeightStore(self.objects), line, self.form, config)
+        found = Exporter(self.parallel, self.model, WeightStore(self.objects), line, [self.form], config)
         found.resume()
         return found

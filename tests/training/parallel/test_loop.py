@@ -13,9 +13,9 @@ import torch
 from rollmill import telemetry
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import load_host
-from rollmill.training.choose_placement import place
 from rollmill.training.config import RLConfig
 from rollmill.training.loop import Trainer
+from rollmill.training.single import choose_parallelism
 from rollmill.types import LedgerState, Version
 from tests.processes import SERVER
 from tests.training.parallel.ranks import be_rank, free_port
@@ -40,18 +40,16 @@ def train_rank(
     """`cut`: of experts, of context."""
     be_rank(rank, ranks, port)
     training = TRAINING.model_copy(update={"ranks": ranks, "expert_parallel": cut[0], "context_parallel": cut[1]})
-    placement = place("train", torch.device("cpu"), training)
-    if placement.first:
+    parallel = choose_parallelism("train", torch.device("cpu"), training)
+    if parallel.ranks.first:
         telemetry.open_events(directory / "events", "trainer")
     if effect != "none":
         die_after(effect)
     world = World(directory)
     stores = (world.weights, world.objects)
-    trainer = Trainer(
-        training, MODEL, world.objective(config), *stores, "main", steps=STEPS, seed=3, placement=placement
-    )
+    trainer = Trainer(training, MODEL, world.objective(config), *stores, "main", steps=STEPS, seed=3, parallel=parallel)
     trainer.run(STEPS)
-    placement.leave()
+    parallel.ranks.leave()
 
 
 def start(

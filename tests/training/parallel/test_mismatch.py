@@ -19,8 +19,9 @@ from rollmill.training.config import RLConfig, TrainingConfig
 from rollmill.training.numerics.logprob_check import UNAVAILABLE, MismatchMeter, Probe, Sample, ServedWeights
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.parallel.world import World
-from rollmill.training.ranks import Placement
-from rollmill.training.single import WHOLE
+from rollmill.training.parallelism import Parallelism
+from rollmill.training.publishing.exporter import Exporter
+from rollmill.training.single import SINGLE
 from rollmill.types import PolicyRef, Version
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
@@ -62,9 +63,9 @@ def make_sample(name: str, policies: list[PolicyRef]) -> Sample:
     return Sample([Probe(policies[i % len(policies)], each) for i, each in enumerate(sequences)], Counter())
 
 
-def measure(path: Path, model: Decoder, placement: Placement, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
+def measure(path: Path, model: Decoder, parallel: Parallelism, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
     meter = MismatchMeter(ServedWeights(WeightStore(Objects.open(path)), VERSIONS), budget=20, router_replay=True)
-    meter.compute_like(placement, model)
+    meter.compute_like(parallel, model)
     return meter.measure(1, sample)
 
 
@@ -85,7 +86,7 @@ def test_figures_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
             cases.append((path, name, shape, make_sample(name, [*policies, *wrong])))
     found = run_ranks(tmp_path / "ranks", ranks, several, cases)
     for index, (path, name, _, sample) in enumerate(cases):
-        deltas, left_out = measure(path, make_model(name), WHOLE, sample)
+        deltas, left_out = measure(path, make_model(name), SINGLE, sample)
         assert deltas.size and left_out[UNAVAILABLE]
         for of_rank in found:
             np.testing.assert_allclose(of_rank[index][0], deltas, rtol=1e-4, atol=1e-5)
@@ -115,20 +116,20 @@ def test_a_rank_without_its_rows_costs_a_figure_and_nothing_else(tmp_path: Path)
 
 def kept_and_read(world: World, path: Path, form: str, sample: Sample) -> list[np.ndarray]:
     """What is measured with versions in memory, and with the same ones from the store."""
-    model, placement = make_sharded(world, "mixture", (2, 2, 1), form)
+    model, parallel = make_sharded(world, "mixture", (2, 2, 1), form)
     store = WeightStore(Objects.open(path))
-    publisher = placement.publisher(model, store, "kept", form, TrainingConfig())
+    exporter = Exporter(parallel, model, store, "kept", [form], TrainingConfig())
     kept = ServedWeights(WeightStore(Objects.open(path / "empty")), VERSIONS)
     for number in range(VERSIONS):
-        placement.load_version(model, store, Version("main", number), form)
-        exported = publisher.export(model)
+        parallel.models.load_version(model, store, Version("main", number), form)
+        exported = exporter.export(model)
         manifest = store.manifest(Version("main", number), form)
-        assert publisher.matches(manifest, exported)
-        kept.remember(manifest.digest, publisher.held(exported))
+        assert exporter.matches(manifest, exported)
+        kept.remember(manifest.digest, exporter.held(exported))
     found = []
     for served in (kept, ServedWeights(store, 0)):
         meter = MismatchMeter(served, budget=20, router_replay=True)
-        meter.compute_like(placement, model)
+        meter.compute_like(parallel, model)
         found.append(meter.measure(1, sample)[0])
     return found
 

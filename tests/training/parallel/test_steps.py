@@ -12,7 +12,7 @@ from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
 from rollmill.training.parallel.world import World
 from rollmill.training.pretraining.document_objective import MidtrainObjective
-from rollmill.training.publishing.form_publisher import publisher_of
+from rollmill.training.publishing.exporter import Exporter
 from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import describe, root_digest
@@ -181,7 +181,7 @@ def publish_forms(world: World, path: Path) -> None:
     run = Run(path, world, "mixture", (2, 2, 1), ADAMW)
     config = TrainingConfig(ranks=2, expert_parallel=2)
     for number, forms in enumerate((("bf16", "fp8"), ("bf16",), ("bf16", "fp8"))):
-        publisher = publisher_of(run.placement, run.model, WeightStore(run.objects), "main", forms, config)
+        publisher = Exporter(run.parallel, run.model, WeightStore(run.objects), "main", forms, config)
         publisher.resume()
         publisher.publish(number, publisher.export(run.model), None, {"step": number})
         run.train(1)
@@ -211,7 +211,7 @@ def test_meshes_must_cut_evenly() -> None:
 
 def balance(world: World | None, shape: Shape) -> dict[str, torch.Tensor]:
     """The gate's biases after two steps."""
-    model, placement = make_placed(world, "mixture", shape)
+    model, parallel = make_placed(world, "mixture", shape)
     documents = [([(7 * index + place) % 24 for place in range(5 + index)], [True] * (5 + index)) for index in range(8)]
     objective = MidtrainObjective(
         MidtrainConfig(documents_per_step=4, gate_bias_rate=0.25),
@@ -222,7 +222,7 @@ def balance(world: World | None, shape: Shape) -> dict[str, torch.Tensor]:
     for number in (1, 2):
         batch = objective.next_batch(number, 0.0, None, lambda: False)  # type: ignore[arg-type]
         assert batch is not None
-        objective.backward(model, batch, lambda: None, placement)
+        objective.backward(model, batch, lambda: None, parallel)
     return {name: each.clone() for name, each in model.named_buffers() if name.endswith("router.bias")}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from rollmill.storage.objects import Objects
 from rollmill.training import single as whole
 from rollmill.training.config import TrainingConfig
 from rollmill.training.publishing.device_delta import codes_on_device
+from rollmill.training.publishing.exporter import Exporter
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing import encoder
@@ -44,28 +46,28 @@ def test_versions_come_back_bit_for_bit(device: str, tmp_path: Path, monkeypatch
     plain = encoder.encode_difference
     monkeypatch.setattr(encoder, "encode_difference", lambda *given: by_host.append(given) or plain(*given))
     store = WeightStore(Objects.open(tmp_path))
-    publisher = whole.WHOLE.publisher(model, store, "main", "bf16", TrainingConfig(snapshot_every=100))
+    publisher = Exporter(whole.SINGLE, model, store, "main", ["bf16"], TrainingConfig(snapshot_every=100))
     expected = []
     # nothing changes; few elements change; so many that the host chooses the coding
     for number, share in enumerate((0.0, 0.01, 0.0, 0.02, 0.9, 0.01)):
         moved(model, number, share)
         exported = publisher.export(model)
-        assert (exported.made is not None) == (number > 0)
+        assert (exported["bf16"].payloads is not None) == (number > 0)
         before = len(by_host)
         moved(model, 100 + number, 0.01)  # the next step begins before the version is written
         publisher.publish(number, exported, None, {})
         assert (len(by_host) > before) == (share == 0.9), number
-        expected.append(exported.tensors)
+        expected.append(exported["bf16"].held)
     for number, tensors in enumerate(expected):
         assert same(store.load(Version("main", number)), tensors)
 
     # another publisher takes over: its base is not the one on the device
-    other = whole.WHOLE.publisher(model, store, "main", "bf16", TrainingConfig())
+    other = Exporter(whole.SINGLE, model, store, "main", ["bf16"], TrainingConfig())
     other.resume()
-    assert other.export(model).made is None
+    assert other.export(model)["bf16"].payloads is None
     # an export that is not published is no base
     publisher.export(model)
-    assert publisher.export(model).made is None
+    assert publisher.export(model)["bf16"].payloads is None
 
 
 @pytest.mark.parametrize("method", ["__init__", "make"])
@@ -80,14 +82,15 @@ def test_without_room_on_the_device_the_host_codes(
     monkeypatch.setattr(whole, "codes_on_device", lambda state, form: True)
     monkeypatch.setattr(whole.DeviceDelta, method, full)
     store = WeightStore(Objects.open(tmp_path))
-    publisher = whole.WHOLE.publisher(model, store, "main", "bf16", TrainingConfig(snapshot_every=100))
+    publisher = Exporter(whole.SINGLE, model, store, "main", ["bf16"], TrainingConfig(snapshot_every=100))
     for number in range(3):
         moved(model, number, 0.01)
         exported = publisher.export(model)
-        assert exported.made is None
+        assert exported["bf16"].payloads is None
         publisher.publish(number, exported, None, {})
-        assert same(store.load(Version("main", number)), exported.tensors)
-    assert publisher._delta is None, "its copy is given back"
+        assert same(store.load(Version("main", number)), exported["bf16"].held)
+    making = publisher._chains["bf16"][0]
+    assert isinstance(making, whole.HostBytes) and making._delta is None, "its copy is given back"
 
 
 def test_only_weights_of_the_form_on_a_gpu_are_coded_there() -> None:
@@ -101,9 +104,10 @@ def test_only_weights_of_the_form_on_a_gpu_are_coded_there() -> None:
 
 def test_a_base_that_is_kept_is_not_copied(tmp_path: Path) -> None:
     model = make_decoder(TINY)
-    publisher = whole.WHOLE.publisher(model, WeightStore(Objects.open(tmp_path)), "main", "bf16", TrainingConfig())
+    publisher = Exporter(whole.SINGLE, model, WeightStore(Objects.open(tmp_path)), "main", ["bf16"], TrainingConfig())
     exported = publisher.export(model)
     publisher.publish(0, exported, None, {})
-    base = publisher._publisher._base
-    assert base is not None and all(base[name] is each for name, each in exported.tensors.items())
-    assert same(exported.tensors, to_host(model.state_dict()))
+    base = publisher._chains["bf16"][1]._base
+    memory = [each.data for each in exported["bf16"].held.values()]
+    assert base and all(any(np.shares_memory(chunk, each) for each in memory) for chunk in base.values())
+    assert same(exported["bf16"].held, to_host(model.state_dict()))

@@ -17,18 +17,18 @@ from rollmill.models.packed_attention import packed_attention
 from rollmill.training.batching import MicroBatch
 from rollmill.training.parallel.collectives import share_rows, share_sum
 from rollmill.training.parallel.context_parallel import ContextAttention
-from rollmill.training.parallel.row_layout import Shards
+from rollmill.training.parallel.sharding import Sharding
 from rollmill.training.parallel.token_split import Share, Split, share_of, split
-from rollmill.training.ranks import Recomputed
+from rollmill.training.parallelism import PolicyPass
 from rollmill.training.step import moved, token_logprobs, token_loss
 
 
-def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Replay | None) -> Recomputed:
-    """See training.placement.Placement.recompute. Collective."""
+def split_logprobs(model: Decoder, sharding: Sharding, part: MicroBatch, replay: Replay | None) -> PolicyPass:
+    """See training.parallelism.Passes. Collective."""
     assert part.facts is not None, "sequences of sampled tokens carry their facts"
-    cut = _split(shards, part)
-    share, hidden_mW, routings = _forward(model, shards, part, replay, cut)
-    facts = part.facts.picked(cut.rows[shards.world.rank])
+    cut = _split(sharding, part)
+    share, hidden_mW, routings = _forward(model, sharding, part, replay, cut)
+    facts = part.facts.picked(cut.rows[sharding.world.rank])
     temperatures_m = torch.from_numpy(facts.temperatures)
     found = token_logprobs(model, hidden_mW, share.targets_m, temperatures_m, facts.shapes)
     order = torch.from_numpy(np.argsort(np.concatenate(cut.rows), kind="stable")).to(hidden_mW.device)
@@ -36,18 +36,18 @@ def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Re
     replayed = share.replay
     if replayed is not None:
         replayed = Replay(replayed.routes[: share.real], replayed.valid[: share.real], replayed.plausibility)
-    return Recomputed(logprobs_M, entropies_M, routings, replayed)
+    return PolicyPass(logprobs_M, entropies_M, routings, replayed)
 
 
-class SpreadPasses:
-    """Next-token passes over the ranks (training.placement.Passes). Collective."""
+class SplitPasses:
+    """Next-token passes over the ranks (training.parallelism.NextTokenPass). Collective."""
 
-    def __init__(self, model: Decoder, shards: Shards, balance: float) -> None:
-        self.model, self._shards, self._balance = model, shards, balance
+    def __init__(self, model: Decoder, sharding: Sharding, balance: float) -> None:
+        self.model, self._sharding, self._balance = model, sharding, balance
 
     def __call__(self, part: MicroBatch, targets: int, tokens: int) -> tuple[Tensor, Tensor | None]:
         """The loss is that of the whole micro-batch; choices are those of this rank's tokens."""
-        share, hidden_mW, routings = _forward(self.model, self._shards, part, None, _split(self._shards, part))
+        share, hidden_mW, routings = _forward(self.model, self._sharding, part, None, _split(self._sharding, part))
         loss = share_sum(token_loss(self.model, hidden_mW, share.targets_m, targets))
         whole = loss
         if routings and self._balance:
@@ -58,21 +58,21 @@ class SpreadPasses:
         return loss.detach(), torch.stack(load) if load else None
 
 
-def _split(shards: Shards, part: MicroBatch) -> Split:
-    data, context = shards.meshes.tokens.shape
+def _split(sharding: Sharding, part: MicroBatch) -> Split:
+    data, context = sharding.meshes.tokens.shape
     return split(part.lengths, part.rows_M.numpy(), data, context)
 
 
 def _forward(
-    model: Decoder, shards: Shards, part: MicroBatch, replay: Replay | None, cut: Split
+    model: Decoder, sharding: Sharding, part: MicroBatch, replay: Replay | None, cut: Split
 ) -> tuple[Share, Tensor, list[Routing]]:
     """This rank's share, the rows that predict its targets, and the routings of its tokens."""
-    share = share_of(part, replay, cut, shards.world.rank)
+    share = share_of(part, replay, cut, sharding.world.rank)
     device = model.embedding.device
     output = model(
         moved(share.tokens_n, device),
         moved(share.positions_n, device),
-        _attention(shards, cut, model),
+        _attention(sharding, cut, model),
         None if share.replay is None else share.replay.to(device),
     )
     kept = [Routing(each.scores[: share.real], each.live[: share.real], each.chosen[: share.real])
@@ -80,14 +80,14 @@ def _forward(
     return share, output.hidden.index_select(0, moved(share.rows_m, device)), kept
 
 
-def _attention(shards: Shards, cut: Split, model: Decoder) -> Attend:
-    context, device = shards.meshes.context, model.embedding.device
+def _attention(sharding: Sharding, cut: Split, model: Decoder) -> Attend:
+    context, device = sharding.meshes.context, model.embedding.device
     if context == 1:
-        lengths = [each.stop for each in cut.slices[shards.world.rank]]
+        lengths = [each.stop for each in cut.slices[sharding.world.rank]]
         return packed_attention(lengths or [1], device, model.embedding.dtype, model.exact)
-    place = shards.world.rank % context
-    group = cut.slices[shards.world.rank - place : shards.world.rank - place + context]
-    return ContextAttention(group, place, shards.meshes.tokens.get_group("context"), device)
+    place = sharding.world.rank % context
+    group = cut.slices[sharding.world.rank - place : sharding.world.rank - place + context]
+    return ContextAttention(group, place, sharding.meshes.tokens.get_group("context"), device)
 
 
 def _balance(routings: list[Routing], tokens: int) -> Tensor:

@@ -22,11 +22,11 @@ from rollmill.storage.objects import Objects
 from rollmill.training.loop import Trainer
 from rollmill.training.numerics.frozen_model import Twin
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
+from rollmill.training.parallel.many_ranks import ShardedModels, over_ranks
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.sharded_ranks import ShardedPlacement
 from rollmill.training.parallel.world import World
-from rollmill.training.ranks import Placement
-from rollmill.training.single import WHOLE
+from rollmill.training.parallelism import Parallelism
+from rollmill.training.single import SINGLE
 from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import layout_of
@@ -154,15 +154,15 @@ def load(world: World, config: ModelConfig, shape: Shape, path: Path | None, for
         return wrapped
 
     Objects.get, Objects.get_range = counted(whole_of), counted(range_of)  # type: ignore[method-assign]
-    placement = ShardedPlacement(world, Meshes(*shape, CPU))
+    parallel = over_ranks(world, Meshes(*shape, CPU))
     models: list[Decoder] = []
 
     def make() -> None:
-        models.append(placement.make_model(config, form, CPU))
+        models.append(parallel.models.make_model(config, form, CPU))
         if path is None:
-            placement.initialise(models[0], 1)
+            parallel.models.initialise(models[0], 1)
         else:
-            placement.load_version(models[0], WeightStore(Objects.open(path)), LOADED, form)
+            parallel.models.load_version(models[0], WeightStore(Objects.open(path)), LOADED, form)
 
     most = 0
     if measured:
@@ -170,10 +170,11 @@ def load(world: World, config: ModelConfig, shape: Shape, path: Path | None, for
     else:
         make()
     Objects.get, Objects.get_range = whole_of, range_of  # type: ignore[method-assign]
-    state = {name: placement.local(tensor) for name, tensor in models[0].state_dict().items()}
-    sharded = {name: tensor.detach() for name, tensor in state.items() if name in placement.shards.rows}
+    assert isinstance(parallel.models, ShardedModels)
+    state = {name: parallel.rows.local(tensor) for name, tensor in models[0].state_dict().items()}
+    sharded = {name: tensor.detach() for name, tensor in state.items() if name in parallel.models.sharding.rows}
     held = sum(tensor.nbytes for tensor in state.values())
-    return Loaded(state | assemble(placement, sharded), sum(read), held, most)
+    return Loaded(state | assemble(parallel, sharded), sum(read), held, most)
 
 
 def several(world: World, cases: list[Any]) -> list[Loaded]:
@@ -236,12 +237,12 @@ def make_large() -> Decoder:
 def begin(world: World | None, path: Path, parent: Version | None, form: str) -> list[str]:
     """The digests of a line that begins and goes no further."""
     place = TrainingWorld(path)
-    placement: Placement = WHOLE
+    parallel: Parallelism = SINGLE
     if world is not None:
-        placement = ShardedPlacement(world, Meshes(world.size, 2, 1, CPU))
+        parallel = over_ranks(world, Meshes(world.size, 2, 1, CPU))
     stores = (place.objective(), place.weights, place.objects)
     trainer = Trainer(
-        TRAINING, MODEL, *stores, "main", parent, steps=1, seed=3, form=form, device="cpu", placement=placement
+        TRAINING, MODEL, *stores, "main", parent, steps=1, seed=3, form=form, device="cpu", parallel=parallel
     )
     trainer.run(0)
     return [manifest.digest for manifest in place.weights.versions("main", form)]
@@ -271,12 +272,12 @@ def test_a_line_begins_with_the_digest_of_one_process(ranks: int, tmp_path: Path
 def round_twin(world: World, path: Path) -> dict[str, dict[str, Tensor]]:
     found = {}
     for form in ("fp8", "nvfp4", "fp16"):
-        placement = ShardedPlacement(world, Meshes(2, 2, 1, CPU))
-        twin = Twin(placement, placement.make_model(MODELS["mixture"], form, CPU))
+        parallel = over_ranks(world, Meshes(2, 2, 1, CPU))
+        twin = Twin(parallel, parallel.models.make_model(MODELS["mixture"], form, CPU))
         twin.load_version(WeightStore(Objects.open(path)), LOADED, "bf16")
         twin.round_to_form()
-        own = {name: placement.local(parameter.detach()) for name, parameter in twin.decoder.named_parameters()}
-        found[form] = assemble(placement, own)
+        own = {name: parallel.rows.local(parameter.detach()) for name, parameter in twin.decoder.named_parameters()}
+        found[form] = assemble(parallel, own)
     return found
 
 
@@ -284,7 +285,7 @@ def test_a_version_of_another_form_is_rounded_as_by_one_process(tmp_path: Path) 
     publish(tmp_path / "store", make_model("mixture"), "bf16")
     for of_rank in run_ranks(tmp_path / "ranks", 2, round_twin, tmp_path / "store"):
         for form, parameters in of_rank.items():
-            twin = Twin(WHOLE, Decoder(MODELS["mixture"], form=form))
+            twin = Twin(SINGLE, Decoder(MODELS["mixture"], form=form))
             twin.load_version(WeightStore(Objects.open(tmp_path / "store")), LOADED, "bf16")
             twin.round_to_form()
             for name, parameter in twin.decoder.named_parameters():
@@ -292,13 +293,12 @@ def test_a_version_of_another_form_is_rounded_as_by_one_process(tmp_path: Path) 
 
 
 def gathered(world: World) -> list[bool]:
-    """Whether a parameter is whole here, while a model computes without a backward pass and after a twin has."""
-    model, placement = make_sharded(world, "dense", (2, 1, 1))
-    twin = Twin(placement, model)
-    placement.initialise(twin.decoder, 1)
+    """Whether a parameter is whole here, before a backward pass of a model and after a twin has computed."""
+    model, parallel = make_sharded(world, "dense", (2, 1, 1))
+    twin = Twin(parallel, model)
+    parallel.models.initialise(twin.decoder, 1)
     part = make_microbatches(model.config)[0]
-    with torch.no_grad():
-        placement.recompute(model, part, None)
+    parallel.passes.recompute(model, part, None)
     twin.logprobs(part, None)
     return [not isinstance(each.embedding, DTensor) for each in (model, twin.decoder)]
 
@@ -309,10 +309,10 @@ def test_a_twin_keeps_nothing_that_it_gathered(tmp_path: Path) -> None:
 
 def other_model(world: World, path: Path) -> str:
     small_pieces()
-    placement = ShardedPlacement(world, Meshes(2, 1, 1, CPU))
-    model = placement.make_model(MODELS["dense"], "bf16", CPU)
+    parallel = over_ranks(world, Meshes(2, 1, 1, CPU))
+    model = parallel.models.make_model(MODELS["dense"], "bf16", CPU)
     with pytest.raises(WeightsError) as raised:
-        placement.load_version(model, WeightStore(Objects.open(path)), LOADED, "bf16")
+        parallel.models.load_version(model, WeightStore(Objects.open(path)), LOADED, "bf16")
     return str(raised.value)
 
 

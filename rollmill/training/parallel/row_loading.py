@@ -21,7 +21,7 @@ from rollmill.models import quantize
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, initial_values
 from rollmill.models.kernels.forms import is_quantised
-from rollmill.training.parallel.row_layout import Shards, local, part_rows, whole_state
+from rollmill.training.parallel.sharding import Sharding, local, part_rows, whole_state
 from rollmill.types import Version
 from rollmill.weights.format.manifest import TensorEntry
 from rollmill.weights.format.tensors import HostTensor, Tensors
@@ -30,7 +30,7 @@ from rollmill.weights.reading.weight_store import WeightStore
 
 
 @torch.no_grad()
-def fill_rows(model: Decoder, shards: Shards, batches: Iterable[Tensors]) -> None:
+def fill_rows(model: Decoder, sharding: Sharding, batches: Iterable[Tensors]) -> None:
     """Copy rows into a sharded model. A batch has all parts of each of its parameters."""
     state = model.state_dict()
     for batch in batches:
@@ -39,35 +39,37 @@ def fill_rows(model: Decoder, shards: Shards, batches: Iterable[Tensors]) -> Non
             if held.numel():
                 parts = {part: batch[part] for part in quantize.part_names(name) if part in batch}
                 placed = {part: quantize.place(parts[part], held.device) for part in parts}
-                first = shards.own(name).start if name in shards.rows else 0
+                first = sharding.own(name).start if name in sharding.rows else 0
                 held.copy_(quantize.dequantise_rows(name, placed, first))
 
 
-def stored_rows(model: Decoder, shards: Shards, store: WeightStore, version: Version, form: str) -> Iterator[Tensors]:
+def stored_rows(
+    model: Decoder, sharding: Sharding, store: WeightStore, version: Version, form: str
+) -> Iterator[Tensors]:
     """This rank's rows of a version. Raises WeightsError before anything is read if it is of another model."""
     entries = {entry.name: entry for entry in store.manifest(version, form).tensors}
     check = quantize.check_layout if is_quantised(form) else host.check_layout
-    check(whole_state(model, shards), entries)
+    check(whole_state(model, sharding), entries)
     groups: dict[str, dict[str, RowRange]] = {}
     for entry in entries.values():
-        groups.setdefault(quantize.owner(entry.name), {})[entry.name] = _own(entry, shards, form)
+        groups.setdefault(quantize.owner(entry.name), {})[entry.name] = _own(entry, sharding, form)
     return read_rows(store.source(form), version, groups.values())
 
 
-def _own(entry: TensorEntry, shards: Shards, form: str) -> RowRange:
-    rows = part_rows(entry.name, entry.shape, shards, form)
+def _own(entry: TensorEntry, sharding: Sharding, form: str) -> RowRange:
+    rows = part_rows(entry.name, entry.shape, sharding, form)
     if rows is None:
         return 0, entry.shape[0] if entry.shape else 1
-    own = rows[shards.world.rank]
+    own = rows[sharding.world.rank]
     return own.start, own.stop
 
 
-def drawn_rows(config: ModelConfig, shards: Shards, seed: int) -> Iterator[Tensors]:
+def drawn_rows(config: ModelConfig, sharding: Sharding, seed: int) -> Iterator[Tensors]:
     """This rank's rows of the random weights that `Decoder.initialise` gives."""
-    shapes = {name: rows[0].shape for name, rows in shards.rows.items()}
+    shapes = {name: rows[0].shape for name, rows in sharding.rows.items()}
     pieces = initial_values(shapes, config.layers, seed)
     for name, drawn in itertools.groupby(pieces, key=lambda piece: piece[0]):
-        rows = shards.own(name)
+        rows = sharding.own(name)
         start, stop = rows.elements
         kept = np.empty(stop - start, np.float32)
         for _, first, values in drawn:

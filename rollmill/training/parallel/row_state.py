@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from rollmill.storage.objects import Objects
-from rollmill.training.parallel.row_layout import Rows, Shards
+from rollmill.training.parallel.sharding import Rows, Sharding
 from rollmill.training.state import read_tensors, write_description, write_pieces
 
 
 def write_state(
-    objects: Objects, folder: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor], shards: Shards
+    objects: Objects, folder: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor], sharding: Sharding
 ) -> None:
     """Collective. Durable when this returns; the first rank writes the description last."""
-    world = shards.world
-    rows = {name: rows_held(name, tensor, shards) for name, tensor in tensors.items()}
+    world = sharding.world
+    rows = {name: rows_held(name, tensor, sharding) for name, tensor in tensors.items()}
     own = {name: tensor for name, tensor in tensors.items() if rows[name][world.rank].count}
     prefix = f"state-{world.rank:05d}-of-{world.size:05d}"
     everyone = world.gather(write_pieces(objects, folder, prefix, own))
@@ -30,26 +30,26 @@ def write_state(
     world.gather(None)  # nobody goes on before the description is written
 
 
-def read_state(objects: Objects, folder: str, described: Mapping[str, Any], shards: Shards) -> dict[str, Tensor]:
+def read_state(objects: Objects, folder: str, described: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
     """The rows of this rank. Not collective: a rank that fails can tell the others."""
 
     def own(name: str) -> tuple[int, int] | None:
         parameter = _parameter(name)
-        if parameter not in shards.rows:
+        if parameter not in sharding.rows:
             return None
-        rows = shards.own(parameter)
+        rows = sharding.own(parameter)
         return rows.start, rows.stop
 
     return read_tensors(objects, folder, described, own)
 
 
-def rows_held(name: str, tensor: Tensor, shards: Shards) -> list[Rows]:
+def rows_held(name: str, tensor: Tensor, sharding: Sharding) -> list[Rows]:
     """Which rows of a tensor of the state each rank writes."""
     parameter = _parameter(name)
-    if parameter in shards.rows:
-        return list(shards.rows[parameter])
+    if parameter in sharding.rows:
+        return list(sharding.rows[parameter])
     shape = tuple(tensor.shape) or (1,)
-    return [Rows(shape, 0, shape[0]), *(Rows(shape, 0, 0) for _ in range(shards.world.size - 1))]
+    return [Rows(shape, 0, shape[0]), *(Rows(shape, 0, 0) for _ in range(sharding.world.size - 1))]
 
 
 def _parameter(name: str) -> str:

@@ -1,8 +1,8 @@
-"""How ranks publish a version together, without gathering it.
+"""How ranks exchange the bytes of a version, so that they publish it together without a gather.
 
 Canonical chunks are fixed ranges of a tensor, and it is fixed which rank holds which part of a chunk. A rank that holds
 most of a chunk owns it (ranks that hold equally much take turns). The others send their parts to the owner, and each
-rank publishes the chunks it owns (weights/writing/sharded.py). The digest is the one a single process would publish.
+rank publishes the chunks it owns (weights/writing/publisher.py). The digest is the one a single process would publish.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import layout_in, to_host
 from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.quantize import quantises
-from rollmill.training.parallel.row_layout import Rows, Shards, local, part_rows, whole_matrix, whole_state
-from rollmill.types import Version
-from rollmill.weights.format.codings import Goal
-from rollmill.weights.format.manifest import Layout, Manifest, chunk_digest, layout_of
+from rollmill.training.parallel.sharding import Rows, Sharding, local, part_rows, whole_matrix, whole_state
+from rollmill.training.parallelism import FormExport
+from rollmill.weights.format.manifest import Layout
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.weight_store import WeightStore
-from rollmill.weights.writing.encoder import Row, rows_of
-from rollmill.weights.writing.sharded import ChunkKey, PartPublisher
+from rollmill.weights.writing.encoder import ChunkRow, rows_of
+from rollmill.weights.writing.publisher import ChunkKey, OwnChunks
 
 PartRows = Mapping[str, Sequence[Rows]]  # name of a tensor of a version → each rank's rows of it
 ROUND_BYTES = 256 << 20  # of chunks that are assembled at a time
@@ -45,75 +43,35 @@ class HeldBytes(NamedTuple):
 class Parcel(NamedTuple):
     """A chunk, the rank that assembles it, and which rank holds which bytes of it."""
 
-    row: Row
+    row: ChunkRow
     owner: int
     held: Sequence[HeldBytes]
 
 
-class Export(NamedTuple):
-    """A version as one rank has it."""
+class ChunkExchange:
+    """FormBytes of a sharded decoder: the chunks that this rank publishes, with what other ranks hold of them."""
 
-    held: Mapping[str, HostTensor]  # this rank's rows, in the served form
-    chunks: Mapping[ChunkKey, np.ndarray]  # the chunks that this rank publishes
-
-
-class ShardPublisher:
-    """One rank's part in publishing a line of a sharded decoder."""
-
-    def __init__(self, shards: Shards, publisher: PartPublisher, layout: Layout, rows: PartRows) -> None:
-        self._shards, self._parts, self._layout, self._rows = shards, publisher, layout, rows
+    def __init__(self, sharding: Sharding, form: str, layout: Layout, rows: PartRows) -> None:
+        self._sharding, self._form, self._layout, self._rows = sharding, form, layout, rows
         self._parcels = plan_parcels(layout, rows)
+        rank = sharding.world.rank
+        self.owned = {(parcel.row.tensor, parcel.row.chunk) for parcel in self._parcels if parcel.owner == rank}
 
-    @property
-    def last(self) -> Manifest | None:
-        return self._parts.last
-
-    def resume(self) -> None:
-        """Take over the line. Collective."""
-        world = self._shards.world
-        owned = [_key(parcel.row) for parcel in self._parcels if parcel.owner == world.rank]
-        standing = world.from_first(self._parts.resume(owned) if world.first else None)
-        if not world.first:
-            self._parts.resume(owned, standing)
-
-    def export(self, model: Decoder) -> Export:
-        mine, rank = host_parts(model, self._shards, self._parts.form), self._shards.world.rank
+    def export(self, model: Decoder) -> FormExport:
+        mine, rank = host_parts(model, self._sharding, self._form), self._sharding.world.rank
         found: dict[ChunkKey, np.ndarray] = {}
         for parcels in _rounds(self._parcels):
             arrived = iter(self._exchange(parcels, mine))
             for parcel in parcels:
                 if parcel.owner == rank:
-                    found[_key(parcel.row)] = self._assemble(parcel, mine, arrived)
-        return Export(mine, found)
+                    found[parcel.row.tensor, parcel.row.chunk] = self._assemble(parcel, mine, arrived)
+        return FormExport(mine, OwnChunks(self._layout, found))
 
-    def held(self, exported: Export) -> Mapping[str, HostTensor]:
-        return exported.held
-
-    def matches(self, manifest: Manifest, exported: Export) -> bool:
-        """Whether these are the chunks of that version, on all ranks. Collective."""
-        if layout_of(manifest.tensors) != self._layout:
-            return False
-        published = zip(self._parcels, manifest.chunks, strict=True)
-        digests = {_key(parcel.row): chunk.digest for parcel, chunk in published}
-        return self._shards.world.all(
-            all(digests[key] == chunk_digest(data.data) for key, data in exported.chunks.items())
-        )
-
-    def publish(
-        self,
-        number: int,
-        exported: Export,
-        parent: Version | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Manifest:
-        self._parts.publish_part(number, exported.chunks)
-        if self._shards.world.first:
-            self._parts.commit_parts(number, parent, metadata)
-        return self._parts.settle(number)
+    def published(self, exported: FormExport, digest: str) -> None: ...
 
     def _exchange(self, parcels: Sequence[Parcel], mine: Mapping[str, HostTensor]) -> Iterator[np.ndarray]:
         """Send what others own; what they send, in the order of chunks and ranks."""
-        world = self._shards.world
+        world = self._sharding.world
         away = [(parcel, held) for parcel in parcels for held in parcel.held if held.rank != parcel.owner]
         leaving: list[list[np.ndarray]] = [[] for _ in range(world.size)]
         arriving = [0] * world.size
@@ -149,16 +107,10 @@ class ShardPublisher:
         return mine[name].data[held.start - first : held.stop - first]
 
 
-def shard_publisher(
-    model: Decoder, shards: Shards, store: WeightStore, line: str, form: str, snapshot_every: int, goal: Goal
-) -> ShardPublisher:
-    """The layout has the names and shapes of whole tensors."""
-    layout = layout_in(whole_state(model, shards), form)
-    found = {name: part_rows(name, shape, shards, form) for name, _, shape in layout}
-    rows = {name: each for name, each in found.items() if each is not None}
-    world = shards.world
-    publisher = PartPublisher(store, line, layout, world.rank, world.size, form, snapshot_every, goal)
-    return ShardPublisher(shards, publisher, layout, rows)
+def exchange_of(model: Decoder, sharding: Sharding, form: str) -> ChunkExchange:
+    layout = layout_in(whole_state(model, sharding), form)  # names and shapes of whole tensors
+    found = {name: part_rows(name, shape, sharding, form) for name, _, shape in layout}
+    return ChunkExchange(sharding, form, layout, {name: rows for name, rows in found.items() if rows is not None})
 
 
 def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
@@ -169,7 +121,7 @@ def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
     return parcels
 
 
-def _parcels_of(chunks: Sequence[Row], rows: Sequence[Rows] | None) -> Iterator[Parcel]:
+def _parcels_of(chunks: Sequence[ChunkRow], rows: Sequence[Rows] | None) -> Iterator[Parcel]:
     """The chunks of one tensor. Its shards are sorted once: a look at every rank for every chunk would be quadratic."""
     width = chunks[0].width
     # tensors that all ranks hold whole count as the first rank's
@@ -185,19 +137,19 @@ def _parcels_of(chunks: Sequence[Row], rows: Sequence[Rows] | None) -> Iterator[
 
 
 @torch.no_grad()
-def host_parts(model: Decoder, shards: Shards, form: str) -> dict[str, HostTensor]:
+def host_parts(model: Decoder, sharding: Sharding, form: str) -> dict[str, HostTensor]:
     """This rank's rows of the tensors of a version, in the served form. Collective."""
     found: dict[str, HostTensor] = {}
     for name, tensor in model.state_dict().items():
         own = local(tensor)
-        if not (is_quantised(form) and name in shards.rows and quantises(name, own)):
+        if not (is_quantised(form) and name in sharding.rows and quantises(name, own)):
             found |= to_host({name: own}, form)
             continue
-        whole = whole_matrix(name, own, shards)
+        whole = whole_matrix(name, own, sharding)
         parts = to_host({name: whole if len(whole) else whole.new_zeros(1, *whole.shape[1:])}, form)
         for part, host in parts.items():
-            rows = part_rows(part, host.shape, shards, form)
-            first = 0 if rows is None or own.dim() == 3 else rows[shards.world.rank].start
+            rows = part_rows(part, host.shape, sharding, form)
+            first = 0 if rows is None or own.dim() == 3 else rows[sharding.world.rank].start
             found[part] = host if rows is None else _cut(host, first, len(own))
     return found
 
@@ -219,7 +171,3 @@ def _rounds(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
         room -= parcel.row.size
     if found:
         yield found
-
-
-def _key(row: Row) -> ChunkKey:
-    return row.tensor, row.chunk

@@ -38,7 +38,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Shards:
+class Sharding:
     """Which rows of each parameter are on which rank."""
 
     world: World
@@ -53,31 +53,31 @@ class Shards:
         return functools.partial(gather_rows, counts=[rows.count for rows in self.rows[name]])
 
 
-def whole_state(model: nn.Module, shards: Shards) -> dict[str, Tensor]:
+def whole_state(model: nn.Module, sharding: Sharding) -> dict[str, Tensor]:
     """The tensors of a version with the shapes that a single process has, without memory."""
     return {
-        name: torch.empty(shards.rows[name][0].shape if name in shards.rows else tensor.shape, device="meta")
+        name: torch.empty(sharding.rows[name][0].shape if name in sharding.rows else tensor.shape, device="meta")
         for name, tensor in model.state_dict().items()
     }
 
 
 @torch.no_grad()
-def whole_matrix(name: str, tensor: Tensor, shards: Shards) -> Tensor:
+def whole_matrix(name: str, tensor: Tensor, sharding: Sharding) -> Tensor:
     """A parameter with all rows that its codes depend on. Rows of a matrix share scales, so it is gathered; stacked
     experts have their own scales, and each expert is whole on its rank. Collective."""
-    return tensor if tensor.dim() == 3 else shards.gather_of(name)(tensor)
+    return tensor if tensor.dim() == 3 else sharding.gather_of(name)(tensor)
 
 
-def own_rows(name: str, whole: Tensor, shards: Shards) -> Tensor:
+def own_rows(name: str, whole: Tensor, sharding: Sharding) -> Tensor:
     """This rank's rows of a result of `whole_matrix`."""
-    rows = shards.own(name)
+    rows = sharding.own(name)
     return whole if whole.dim() == 3 else whole[rows.start : rows.stop]
 
 
-def part_rows(name: str, shape: tuple[int, ...], shards: Shards, form: str) -> Sequence[Rows] | None:
+def part_rows(name: str, shape: tuple[int, ...], sharding: Sharding, form: str) -> Sequence[Rows] | None:
     """Which rows of a tensor of a version each rank holds, given its shape in `form`: the rows of its parameter.
     None if every rank holds all of it."""
-    rows = shards.rows.get(owner(name))
+    rows = sharding.rows.get(owner(name))
     if rows is None:
         return None
     # codes have the parameter's rows, and so have all tensors of stacked experts; other scales may cover several rows
@@ -87,13 +87,13 @@ def part_rows(name: str, shape: tuple[int, ...], shards: Shards, form: str) -> S
 
 
 @torch.no_grad()
-def rounded(name: str, tensor: Tensor, form: str, shards: Shards) -> Tensor:
+def rounded(name: str, tensor: Tensor, form: str, sharding: Sharding) -> Tensor:
     """The rows of a parameter as a quantised form serves them, in their own type. Collective."""
     gathers = quantises(name, tensor)
-    found = (whole_matrix(name, tensor, shards) if gathers else tensor).clone()
+    found = (whole_matrix(name, tensor, sharding) if gathers else tensor).clone()
     if found.numel():
         round_to_form_([(name, found)], form)
-    return own_rows(name, found, shards) if gathers else found
+    return own_rows(name, found, sharding) if gathers else found
 
 
 def local(tensor: Tensor) -> Tensor:
