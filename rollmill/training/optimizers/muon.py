@@ -8,7 +8,7 @@ usually are, so both share one learning rate and weight decay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from rollmill.models.decoder import Layer
 from rollmill.models.moe import MLP, MixtureOfExperts
+from rollmill.training.config import OptimizerConfig
+from rollmill.training.optimizers.update_rule import Parameters, UpdateRule
 from rollmill.training.parallelism import Gather
 
 # Coefficients of the quintic a·x + b·x³ + c·x⁵ that is applied to the singular values. It is steep at 0: five rounds
@@ -105,3 +107,39 @@ def muon_step(
             start, size = first - gather.first, max(last - first, 0)
         if size:
             master.narrow(dim, start, size).add_(direction.to(master.dtype), alpha=-lr * scale)
+
+
+class Muon(UpdateRule):
+    """For matrices inside layers."""
+
+    KINDS = ("mean",)
+
+    @classmethod
+    def moves(cls, model: nn.Module) -> Collection[str]:
+        return matrix_parts(model)
+
+    def __init__(self, model: nn.Module, names: Sequence[str], parameters: Parameters, config: OptimizerConfig) -> None:
+        super().__init__(model, names, parameters, config)
+        self._parts, self._rows = matrix_parts(model), parameters.rows
+        self._before: dict[str, Tensor] = {}  # masters before the last update, if it can be taken back
+
+    def remember(self, revocable: bool) -> None:
+        self._before = {name: master.clone() for name, master in self._masters.items()} if revocable else {}
+
+    def update(self, gradients: Mapping[str, Tensor], norm: Tensor, lr: float, updates: int) -> None:
+        scale = self.clip(norm)
+        for name, master in self._masters.items():
+            muon_step(
+                master,
+                self.moments["mean"][name],
+                gradients[name].float().mul_(scale),
+                self._parts[name],
+                lr=lr,
+                momentum=self._config.momentum,
+                decay=self._config.weight_decay,
+                gather=self._rows.gather_of(name),
+            )
+
+    def take_back(self, lr: float, kept: float, keep: float, updates: int) -> None:
+        for name, before in self._before.items():
+            self._masters[name].lerp_(before, 1 - keep / kept)
