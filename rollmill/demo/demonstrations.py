@@ -25,7 +25,7 @@ from rollmill.demo.coding_tools import OK, render_read, render_run, tool_schemas
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function
 from rollmill.demo.micro_repos import MAIN, Repository, draw_repository, repository_of
 from rollmill.environments.task import Task
-from rollmill.training.pretraining.source import Document, SourceContext
+from rollmill.training.pretraining.source import Document, Documents, SourceContext
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Demonstrations:
 
 
 @dataclass(frozen=True)
-class DemonstrationStream:
+class DemonstrationStream(Documents):
     """An endless stream of documents per seed. Each depends on its number alone, so a stream can resume anywhere."""
 
     format: ChatFormat
@@ -165,9 +165,6 @@ class DemonstrationStream:
     habits: Habits = Habits()
     asks: float = 0.0
     count: None = None
-
-    def digests(self) -> None:
-        return None
 
     def read(self, number: int, epoch: int = 0) -> Document:
         generator = random.Random(f"demonstration {self.seed} {number}")

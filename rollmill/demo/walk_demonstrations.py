@@ -29,7 +29,7 @@ from rollmill.config import Config
 from rollmill.demo.coding_tools import render_read, tool_schemas
 from rollmill.demo.walks import FILES, INSTRUCTION, NAME, Walk
 from rollmill.environments.harnesses.summary import resumed
-from rollmill.training.pretraining.source import Document, SourceContext
+from rollmill.training.pretraining.source import Document, Documents, SourceContext
 
 REQUEST, RESUME = "sum", " {number} {summary}"  # as in walks.toml
 NOTHING = "none"
@@ -113,16 +113,13 @@ class WalkDemonstrations:
 
 
 @dataclass(frozen=True)
-class WalkStream:
+class WalkStream(Documents):
     """An endless stream of documents per seed. Each depends on its number alone, so a stream can resume anywhere."""
 
     format: ChatFormat
     seed: int
     habits: WalkHabits = field(default_factory=WalkHabits)
     count: None = None
-
-    def digests(self) -> None:
-        return None
 
     def read(self, number: int, epoch: int = 0) -> Document:
         draw = random.Random(f"{NAME} demonstration {self.seed} {number}")

@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollmill.training.pretraining.mixture import Mixture, Part
-from rollmill.training.pretraining.source import Document
+from rollmill.training.pretraining.source import Document, Documents
 
 
 @dataclass(frozen=True)
-class Generated:
+class Generated(Documents):
     """An endless source."""
 
     make: Callable[[int], tuple[Sequence[int], Sequence[bool]]]
     count: None = None
-
-    def digests(self) -> None:
-        return None
 
     def read(self, number: int, epoch: int) -> Document:
         return Document(*self.make(number))

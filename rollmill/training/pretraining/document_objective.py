@@ -44,7 +44,7 @@ class DocumentBatch:
     microbatches: list[MicroBatch] = field(default_factory=list)  # `backward` fills it in, from what all ranks read
 
 
-class Prepared(NamedTuple):
+class PackableDocument(NamedTuple):
     """A document that is ready to be packed."""
 
     sequences: list[PackedSequence]
@@ -61,28 +61,28 @@ class _Reader:
         self._max_context = max_context
         self.rank, self.ranks = 0, 1
 
-    def step(self, number: int) -> list[Prepared]:
+    def step(self, number: int) -> list[PackableDocument]:
         """Of the documents of step `number`."""
         return [self.document(index) for index in self._share(range((number - 1) * self._size, number * self._size))]
 
-    def heldout(self, number: int, places: Sequence[int]) -> list[Prepared]:
+    def heldout(self, number: int, places: Sequence[int]) -> list[PackableDocument]:
         """Of the held-out documents of source `number`."""
         part = self._mixture.parts[number]
         documents = (self._mixture.heldout(number, place) for place in self._share(places))
         return [self._prepared(document, part.overlap, part.name) for document in documents]
 
-    def document(self, index: int) -> Prepared:
+    def document(self, index: int) -> PackableDocument:
         document, part = self._mixture.read(index)
         return self._prepared(document, part.overlap, part.name)
 
     def _share(self, numbers: Sequence[int]) -> Sequence[int]:
         return numbers[self.rank :: self.ranks]
 
-    def _prepared(self, document: Document, overlap: int, source: str) -> Prepared:
+    def _prepared(self, document: Document, overlap: int, source: str) -> PackableDocument:
         cut = windows(document, self._max_context, overlap)
         notes = [*document.notes, *(["cut"] if len(cut) > 1 else [])]
         sequences = [sequence for each in cut if (sequence := _sequence(each)) is not None]
-        return Prepared(sequences, notes if sequences or notes else ["nothing to learn"], source)
+        return PackableDocument(sequences, notes if sequences or notes else ["nothing to learn"], source)
 
 
 class MidtrainObjective(Objective[DocumentBatch]):
@@ -157,7 +157,7 @@ class MidtrainObjective(Objective[DocumentBatch]):
             "read_wait_seconds": waited,
         }
 
-    def _gathered(self, own: list[Prepared]) -> list[Prepared]:
+    def _gathered(self, own: list[PackableDocument]) -> list[PackableDocument]:
         """The documents of all ranks in their order, from the share of each. Collective."""
         ranks, shares = self._parallel.ranks.size, self._parallel.ranks.gather(own)
         total = sum(map(len, shares))

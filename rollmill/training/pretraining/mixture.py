@@ -39,18 +39,10 @@ class Part:
     vocab_size: int = 1 << 31
 
     @property
-    def skipped(self) -> dict[str, int]:
-        return dict(getattr(self.documents, "skipped", {}))
-
-    @property
-    def problems(self) -> list[str]:
-        return list(getattr(self.documents, "problems", []))
-
-    @property
     def unused(self) -> str:
         """The records that the source cannot use, in words. Empty if there are none."""
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
-        first = f"; the first: {self.problems[0]}" if self.problems else ""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.documents.skipped.items())
+        first = f"; the first: {self.documents.problems[0]}" if self.documents.problems else ""
         return f": records are not used: {reasons}{first}" if reasons else ""
 
     def read(self, number: int, epoch: int) -> Document:
@@ -75,7 +67,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class DocumentSplit:
     """Numbers of the documents of a part, by what they are for."""
 
     training: np.ndarray | None  # None: every document of an endless source
@@ -121,6 +113,11 @@ def _open(section: SourceSection, number: int, context: StageContext) -> Part:
         raise
     except Exception as error:  # code of the user
         raise TrainingError(f"the source {name!r} cannot be opened: {type(error).__name__}: {error}") from error
+    if not isinstance(documents, Documents):
+        raise TrainingError(
+            f"the source {name!r}: {type(documents).__name__} is no rollmill.Documents",
+            hint=f"class {type(documents).__name__}(rollmill.Documents)",
+        )
     return Part(name, documents, section.weight, section.heldout, section.overlap, context.model.vocab_size)
 
 
@@ -165,12 +162,12 @@ class Mixture:
                 training=None if chosen.training is None else len(chosen.training),
                 heldout=len(chosen.heldout),
                 duplicates=chosen.duplicates,
-                skipped=part.skipped,
-                problems=part.problems,
+                skipped=dict(part.documents.skipped),
+                problems=list(part.documents.problems),
             )
 
 
-def choose(parts: Sequence[Part]) -> list[Chosen]:
+def choose(parts: Sequence[Part]) -> list[DocumentSplit]:
     """Leave out all but the first of equal documents, and set held-out ones apart."""
     digests = [part.documents.digests() for part in parts]
     for part, own in zip(parts, digests, strict=True):
@@ -189,12 +186,12 @@ def choose(parts: Sequence[Part]) -> list[Chosen]:
     for part, own in zip(parts, digests, strict=True):
         if own is None:
             count = part.documents.count
-            found.append(Chosen(None if count is None else np.arange(count), _NONE, 0))
+            found.append(DocumentSplit(None if count is None else np.arange(count), _NONE, 0))
             continue
         mine = first[start : start + len(own)]
         start += len(own)
         held = own[:, 0] / np.float64(2**64) < part.heldout
-        found.append(Chosen(np.flatnonzero(mine & ~held), np.flatnonzero(mine & held), int((~mine).sum())))
+        found.append(DocumentSplit(np.flatnonzero(mine & ~held), np.flatnonzero(mine & held), int((~mine).sum())))
     return found
 
 

@@ -12,7 +12,8 @@ for every source (training/pretraining/mixture.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
@@ -70,28 +71,30 @@ class SourceContext:
         return [] if found is None or not name else [found]
 
 
-class Documents(Protocol):
+class Documents(ABC):
     """The documents of an opened source. Document `number` is the same whenever it is read, on every rank.
 
-    It may also have `skipped: Mapping[str, int]`, the records it cannot use by reason, and `problems: Sequence[str]`,
-    the first of them in words. Both are shown.
+    `skipped`: the records that cannot be used, by reason. `problems`: the first of them in words. Both are shown.
     """
 
+    skipped: Mapping[str, int] = {}
+    problems: Sequence[str] = ()
+
     @property
+    @abstractmethod
     def count(self) -> int | None:
         """How many there are. None: endless, so there are no epochs and nothing is held out."""
-        ...
 
     def digests(self) -> np.ndarray | None:
         """uint64 [count, 2]: equal rows are equal documents. The first column decides whether a document is held out.
         None: documents are not compared."""
-        ...
+        return None
 
+    @abstractmethod
     def read(self, number: int, epoch: int) -> Document:
         """`epoch`: how often it was read before. A document longer than the context is cut by the caller.
 
         Documents are read one step ahead, in a thread: all calls come from that one thread, never two at a time."""
-        ...
 
 
 class Source(Protocol):

@@ -1,4 +1,4 @@
-"""The audit: a checksum of one tensor. Host image and device copy compute the same one, and it can be updated.
+"""The audit: a checksum of one tensor. Host weights and device copy compute the same one, and it can be updated.
 
     audit = Σ over elements i of mix(i · 0x9E3779B97F4A7C15 + v_i)                     all arithmetic modulo 2^64
     mix(z): z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def _compiled() -> Callable[[np.ndarray, int], int] | None:
         return None
 
     @njit(nogil=True, cache=True)
-    def audit(elements, first):
+    def audit(elements: Any, first: Any) -> Any:
         total = uint64(0)
         for i in range(elements.size):
             key = uint64(first + i) * uint64(GOLDEN) + uint64(elements[i])

@@ -12,14 +12,14 @@ import pytest
 
 from rollmill.errors import TrainingError
 from rollmill.training.pretraining.document_order import BLOCK, Mix, permuted
-from rollmill.training.pretraining.mixture import Chosen, Mixture, Part, choose, windows
-from rollmill.training.pretraining.source import Document
+from rollmill.training.pretraining.mixture import DocumentSplit, Mixture, Part, choose, windows
+from rollmill.training.pretraining.source import Document, Documents
 from rollmill.training.pretraining.sources.files import digest
 from tests.training.streams import Generated
 
 
 @dataclass(frozen=True)
-class Listed:
+class Listed(Documents):
     """Documents of one token each."""
 
     contents: list[int]
@@ -35,7 +35,7 @@ class Listed:
         return Document([self.contents[number]], [True])
 
 
-def _training(chosen: Chosen) -> np.ndarray:
+def _training(chosen: DocumentSplit) -> np.ndarray:
     assert chosen.training is not None
     return chosen.training
 

@@ -31,8 +31,8 @@ from rollmill.training.pretraining.sources.files import (
     MAX_LINE,
     Index,
     IndexedDocuments,
-    Row,
-    Skipped,
+    IndexRow,
+    SkippedRecord,
     digest,
     lines,
     open_index,
@@ -84,19 +84,19 @@ class ConversationDocuments(IndexedDocuments):
         return Document(cut.tokens, cut.learnt, [note])
 
 
-def _scan(number: int, path: str) -> Iterator[Row | Skipped]:
+def _scan(number: int, path: str) -> Iterator[IndexRow | SkippedRecord]:
     for line in lines(path):
         place = f"{path}:{line.number}"
         if line.data is None:
-            yield Skipped("line too long", place, f"over {MAX_LINE} bytes")
+            yield SkippedRecord("line too long", place, f"over {MAX_LINE} bytes")
             continue
         try:
             found = parse_conversation(line.data)
         except ValueError as error:
-            yield Skipped("malformed conversation", place, str(error))
+            yield SkippedRecord("malformed conversation", place, str(error))
             continue
         high, low = digest(json.dumps(found, sort_keys=True).encode())
-        yield Row(number, line.offset, len(line.data), digest=high, part=low)
+        yield IndexRow(number, line.offset, len(line.data), digest=high, part=low)
 
 
 def parse_conversation(line: bytes) -> Conversation:

@@ -27,7 +27,8 @@ import blake3
 import numpy as np
 
 from rollmill.errors import ConfigError, TrainingError
-from rollmill.training.pretraining.sources.unpack import Damaged, is_packed, unpack
+from rollmill.training.pretraining.source import Documents
+from rollmill.training.pretraining.sources.unpack import DamagedFile, is_packed, unpack
 
 _ROWS, _FACTS, _UNPACKED = "index.u64", "index.json", "unpacked"
 _COLUMNS = 7
@@ -35,7 +36,7 @@ _BUFFERED = 1 << 14  # rows
 _KEPT_PROBLEMS = 20  # that are kept in words; all are counted
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     file: int
     offset: int
     length: int
@@ -45,7 +46,7 @@ class Row(NamedTuple):
     part: int = 0
 
 
-class Skipped(NamedTuple):
+class SkippedRecord(NamedTuple):
     """A record that is not used."""
 
     reason: str  # few words: skipped records are counted by it
@@ -67,10 +68,10 @@ class Index:
     def digests(self) -> np.ndarray:
         return np.array(self.rows[:, 5:7])
 
-    def row(self, number: int) -> Row:
-        return Row(*map(int, self.rows[number]))
+    def row(self, number: int) -> IndexRow:
+        return IndexRow(*map(int, self.rows[number]))
 
-    def bytes(self, row: Row, start: int = 0, stop: int | None = None) -> bytes:
+    def bytes(self, row: IndexRow, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of the record of a row. TrainingError if the file is gone or shorter than it was."""
         path = self.files[row.file]
         wanted = (row.length if stop is None else stop) - start
@@ -107,7 +108,7 @@ def _walk(directory: str) -> Iterator[str]:
 
 
 def open_index(
-    directory: Path, pattern: str, settings: Any, scan: Callable[[int, str], Iterable[Row | Skipped]]
+    directory: Path, pattern: str, settings: Any, scan: Callable[[int, str], Iterable[IndexRow | SkippedRecord]]
 ) -> Index:
     """The index in `directory`; built with `scan(number of the file, path)` if it is not there.
 
@@ -168,17 +169,17 @@ def _readable(directory: Path, number: int, path: str) -> str:
 
 
 def _build(
-    target: Path, files: list[str], scan: Callable[[int, str], Iterable[Row | Skipped]]
+    target: Path, files: list[str], scan: Callable[[int, str], Iterable[IndexRow | SkippedRecord]]
 ) -> tuple[Counter[str], list[str]]:
     """Write the rows of all files. Returns how many records are not used, by reason, and the first ones in words."""
     skipped: Counter[str] = Counter()
     problems: list[str] = []
-    buffer: list[Row] = []
+    buffer: list[IndexRow] = []
     with (target / _ROWS).open("wb") as out:
         for number, path in enumerate(files):
             readable = _readable(target, number, path)
             for found in _scan_file(scan, number, path, readable):
-                if isinstance(found, Row):
+                if isinstance(found, IndexRow):
                     buffer.append(found)
                 else:
                     skipped[found.reason] += 1
@@ -193,16 +194,16 @@ def _build(
 
 
 def _scan_file(
-    scan: Callable[[int, str], Iterable[Row | Skipped]], number: int, path: str, readable: str
-) -> Iterator[Row | Skipped]:
+    scan: Callable[[int, str], Iterable[IndexRow | SkippedRecord]], number: int, path: str, readable: str
+) -> Iterator[IndexRow | SkippedRecord]:
     try:
         if readable != path:
             unpack(path, Path(readable))
         yield from scan(number, readable)
     except OSError as error:
-        yield Skipped("cannot be read", path, str(error.strerror))
-    except Damaged as error:
-        yield Skipped("cannot be unpacked", path, str(error))
+        yield SkippedRecord("cannot be read", path, str(error.strerror))
+    except DamagedFile as error:
+        yield SkippedRecord("cannot be unpacked", path, str(error))
 
 
 # lines and parts
@@ -254,23 +255,15 @@ def parts(text: bytes, longest: int) -> Iterator[tuple[int, int]]:
     yield start, len(text)
 
 
-class IndexedDocuments:
+class IndexedDocuments(Documents):
     """What all documents of an index have in common; how one is read is the source's own."""
 
     def __init__(self, index: Index) -> None:
-        self._index = index
+        self._index, self.skipped, self.problems = index, index.skipped, index.problems
 
     @property
     def count(self) -> int:
         return self._index.count
-
-    @property
-    def skipped(self) -> Counter[str]:
-        return self._index.skipped
-
-    @property
-    def problems(self) -> list[str]:
-        return self._index.problems
 
     def digests(self) -> np.ndarray:
         return self._index.digests()

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from rollmill.config import LocalPath
 from rollmill.training.pretraining.source import SourceContext
-from rollmill.training.pretraining.sources.files import MAX_LINE, Index, Row, Skipped, lines, open_index
+from rollmill.training.pretraining.sources.files import MAX_LINE, Index, IndexRow, SkippedRecord, lines, open_index
 from rollmill.training.pretraining.sources.text import TextDocuments, TextSettings, part_bytes, text_rows
 
 
@@ -41,21 +41,21 @@ class Jsonl:
         index = open_index(context.directory, self._config.path, settings, partial(self._scan, longest))
         return TextDocuments(index, context, self._config, self._read)
 
-    def _scan(self, longest: int, number: int, path: str) -> Iterator[Row | Skipped]:
+    def _scan(self, longest: int, number: int, path: str) -> Iterator[IndexRow | SkippedRecord]:
         for line in lines(path):
             place = f"{path}:{line.number}"
             if line.data is None:
-                yield Skipped("line too long", place, f"over {MAX_LINE} bytes")
+                yield SkippedRecord("line too long", place, f"over {MAX_LINE} bytes")
                 continue
             try:
                 text = self._text(line.data)
             except ValueError as error:
-                yield Skipped("broken line", place, str(error))
+                yield SkippedRecord("broken line", place, str(error))
                 continue
             if text.strip():
                 yield from text_rows(text, number, line.offset, len(line.data), longest)
             else:
-                yield Skipped("empty", place)
+                yield SkippedRecord("empty", place)
 
     def _text(self, line: bytes) -> bytes:
         """ValueError says what is wrong with the line."""
@@ -71,5 +71,5 @@ class Jsonl:
             raise ValueError(f"the field {self._config.field!r} is not text; its fields: {have}")
         return text.encode("utf-8", "replace")
 
-    def _read(self, index: Index, row: Row, start: int, stop: int) -> bytes:
+    def _read(self, index: Index, row: IndexRow, start: int, stop: int) -> bytes:
         return self._text(index.bytes(row))[start:stop]

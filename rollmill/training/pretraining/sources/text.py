@@ -20,7 +20,15 @@ from pydantic import Field, field_validator
 
 from rollmill.config import Config, LocalPath
 from rollmill.training.pretraining.source import Document, SourceContext
-from rollmill.training.pretraining.sources.files import Index, IndexedDocuments, Row, Skipped, digest, open_index, parts
+from rollmill.training.pretraining.sources.files import (
+    Index,
+    IndexedDocuments,
+    IndexRow,
+    SkippedRecord,
+    digest,
+    open_index,
+    parts,
+)
 from rollmill.training.pretraining.sources.infill import Infill
 
 _BYTES_PER_TOKEN = 3  # roughly: a part of this many bytes per token of the context mostly fits into one context
@@ -62,10 +70,10 @@ class Text:
         index = open_index(context.directory, self._config.path, settings, partial(self._scan, longest))
         return TextDocuments(index, context, self._config, self._text)
 
-    def _scan(self, longest: int, number: int, path: str) -> Iterator[Row | Skipped]:
+    def _scan(self, longest: int, number: int, path: str) -> Iterator[IndexRow | SkippedRecord]:
         size = os.path.getsize(path)
         if size > self._config.max_bytes:
-            yield Skipped("too large", path, f"{size} bytes, over max_bytes = {self._config.max_bytes}")
+            yield SkippedRecord("too large", path, f"{size} bytes, over max_bytes = {self._config.max_bytes}")
             return
         with open(path, "rb") as file:
             data = file.read()
@@ -74,16 +82,16 @@ class Text:
         except UnicodeError as error:
             binary = b"\0" in data[:_LOOKED_AT]
             reason = "binary" if binary else f"not {self._config.encoding}"
-            yield Skipped(reason, path, str(error))
+            yield SkippedRecord(reason, path, str(error))
             return
         if b"\0" in text[:_LOOKED_AT]:
-            yield Skipped("binary", path, "it has a NUL byte")
+            yield SkippedRecord("binary", path, "it has a NUL byte")
         elif not text.strip():
-            yield Skipped("empty", path)
+            yield SkippedRecord("empty", path)
         else:
             yield from text_rows(text, number, 0, len(data), longest)
 
-    def _text(self, index: Index, row: Row, start: int, stop: int) -> bytes:
+    def _text(self, index: Index, row: IndexRow, start: int, stop: int) -> bytes:
         """UTF-8 is read in place, other encodings from the beginning of the file."""
         if self._config.encoding == "utf-8":
             mark = 3 if index.bytes(row, 0, min(row.length, 3)) == codecs.BOM_UTF8 else 0
@@ -95,15 +103,15 @@ def part_bytes(context: SourceContext) -> int:
     return max(64, _BYTES_PER_TOKEN * context.max_context)
 
 
-def text_rows(text: bytes, file: int, offset: int, length: int, longest: int) -> Iterator[Row]:
+def text_rows(text: bytes, file: int, offset: int, length: int, longest: int) -> Iterator[IndexRow]:
     """The rows of a record with this text."""
     high, low = digest(text)
     for part, (start, stop) in enumerate(parts(text, longest)):
-        yield Row(file, offset, length, start, stop, high, low | part)
+        yield IndexRow(file, offset, length, start, stop, high, low | part)
 
 
 class TextReader(Protocol):
-    def __call__(self, index: Index, row: Row, start: int, stop: int) -> bytes:
+    def __call__(self, index: Index, row: IndexRow, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of the text of a row's record."""
         ...
 

@@ -26,7 +26,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import Config, LocalPath
 from rollmill.errors import ConfigError, StorageError, TrainingError, TrajectoryError
 from rollmill.storage.objects import store_of_run
-from rollmill.training.pretraining.source import Document, SourceContext
+from rollmill.training.pretraining.source import Document, Documents, SourceContext
 from rollmill.training.pretraining.sources.files import digest
 from rollmill.training.rl.credit import credit_of
 
@@ -91,7 +91,7 @@ class Trajectories:
         return {"segments": segments, "skipped": dict(skipped), "problems": problems}
 
 
-class TrajectoryDocuments:
+class TrajectoryDocuments(Documents):
     def __init__(self, store: TrajectoryStore, kept: dict[str, Any], context: SourceContext) -> None:
         self._store, self._context = store, context
         self._segments: list[list[Any]] = kept["segments"]

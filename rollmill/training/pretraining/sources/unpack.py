@@ -20,7 +20,7 @@ _PIECE = 1 << 20  # bytes of gzip's output
 _ZSTD_PIECE = 1 << 12  # bytes of input: one of zstd's blocks makes at most 128 KiB of four bytes
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """The file cannot be unpacked."""
 
 
@@ -47,7 +47,7 @@ def _sound(pieces: Iterator[bytes]) -> Iterator[bytes]:
     try:
         yield from pieces
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise Damaged(getattr(error, "strerror", None) or str(error)) from None
+        raise DamagedFile(getattr(error, "strerror", None) or str(error)) from None
 
 
 def _gzip(path: str) -> Iterator[bytes]:
