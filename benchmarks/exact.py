@@ -39,7 +39,7 @@ from rollmill.models.host_tensors import load_host, to_host
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
-from rollmill.training.single import WHOLE
+from rollmill.training.single import SINGLE
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.line_follower import Update
@@ -125,7 +125,7 @@ def measure(cell: Cell) -> dict[str, float]:
         for part in pack(answers[mode], 4096):
             assert part.facts is not None
             with torch.no_grad():
-                logprobs_M = WHOLE.recompute(model, part, None).logprobs_M.cpu().numpy()
+                logprobs_M = SINGLE.passes.recompute(model, part, None).logprobs_M.cpu().numpy()
             found[mode].deltas.append(logprobs_M - part.facts.logprobs)
     del model
     _train(cell, update, pack(answers["exact"], TRAINED[DEVICE])[0], found)
@@ -192,7 +192,7 @@ def _train(cell: Cell, update: Update, part: MicroBatch, found: dict[str, Measur
             for module in modules:
                 module.exact = mode == "exact"  # type: ignore[assignment]
             started = time.perf_counter()
-            logprobs_M = WHOLE.recompute(model, part, None).logprobs_M
+            logprobs_M = SINGLE.passes.recompute(model, part, None).logprobs_M
             (-logprobs_M.sum() / len(logprobs_M)).backward()
             optimizer.update(1e-6)
             if DEVICE == "cuda":
@@ -311,7 +311,7 @@ def _deltas(decoder: Decoder, update: Update, turns: list[Turn], tokens: int) ->
     found = []
     for part in pack([each for turn in turns for each in _sequences(turn, update.policy.number)], tokens):
         assert part.facts is not None
-        found.append(WHOLE.recompute(decoder, part, None).logprobs_M.cpu().numpy() - part.facts.logprobs)
+        found.append(SINGLE.passes.recompute(decoder, part, None).logprobs_M.cpu().numpy() - part.facts.logprobs)
     return found
 
 

@@ -31,8 +31,8 @@ from rollmill.feedback.collect import Conversations
 from rollmill.inference.engine_sections import EnginesSection, engine_specs
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.training.parallel.row_layout import Rows
-from rollmill.training.parallel.shard_publisher import plan_parcels
+from rollmill.training.parallel.chunk_exchange import plan_parcels
+from rollmill.training.parallel.sharding import Rows
 from rollmill.training.parallel.token_split import split
 from rollmill.trajectories import tables
 from rollmill.trajectories.admission import Experience, Member
@@ -54,7 +54,7 @@ from rollmill.weights.format.manifest import (
     root_digest,
 )
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.host_weights import Image
+from rollmill.weights.reading.host_weights import HostWeights
 from rollmill.weights.reading.patches import Patches
 from rollmill.weights.reading.read_plan import Leg, Source
 from rollmill.weights.reading.weight_store import WeightStore
@@ -319,12 +319,12 @@ def take_packs(count: int) -> float:
     after, more = version_of(1, count, base)
     read, manifests = {**packs, **more}, {base.version: base, after.version: after}
     source = Source(manifests.__getitem__, lambda _: None, lambda _, pack: read[pack.digest], lambda *_: b"")
-    image, leg, patches = Image(base.tensors), Leg(after, "delta"), Patches()
-    image.take(Leg(base, "snapshot"), source)
+    host, leg, patches = HostWeights(base.tensors), Leg(after, "delta"), Patches()
+    host.take(Leg(base, "snapshot"), source)
 
     def begin() -> None:
         for pack in leg.encoding.packs:
-            image.begin(leg, pack, memoryview(read[pack.digest]), source, patches)
+            host.begin(leg, pack, memoryview(read[pack.digest]), source, patches)
 
     return seconds(begin, 1)
 

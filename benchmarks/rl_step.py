@@ -43,7 +43,7 @@ from rollmill.training.publishing.exporter import Exporter
 from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences
 from rollmill.training.single import SINGLE
 from rollmill.types import Version
-from rollmill.weights.reading.line_follower import Follower
+from rollmill.weights.reading.line_follower import LineFollower
 from rollmill.weights.reading.weight_store import WeightStore
 
 BATCH = 64 if torch.cuda.is_available() else 4
@@ -60,7 +60,7 @@ async def _serve(
     directory: Path, model: ModelConfig, device: Device, numerics: Numerics, questions: Connection
 ) -> None:
     config = EngineConfig(max_batch=BATCH, cache_tokens=BATCH * 512, poll_seconds=0.01)
-    source = Follower(WeightStore(Objects.open(directory)), "main")
+    source = LineFollower(WeightStore(Objects.open(directory)), "main")
     async with EmbeddedEngine(model, config, device=device, exact=numerics == "exact") as engine:
         tasks = [asyncio.create_task(decode_always(engine, number)) for number in range(BATCH)]
         tasks.append(asyncio.create_task(EngineFollower(engine, source, config.poll_seconds).run()))

@@ -39,7 +39,7 @@ from rollmill.training.config import TrainingConfig
 from rollmill.training.publishing.exporter import Exporter
 from rollmill.training.single import SINGLE
 from rollmill.types import Sampling, Version
-from rollmill.weights.reading.line_follower import Follower, Update
+from rollmill.weights.reading.line_follower import LineFollower, Update
 from rollmill.weights.reading.weight_store import WeightStore
 
 DENSITY, BATCH = 0.012, 16
@@ -49,7 +49,7 @@ SMALL = SMOLLM2 | {"vocab_size": 8192, "layers": 6, "width": 256, "heads": 4, "k
 class Recording:
     """A source that remembers what it gave, and gives it whole instead of as patches if `whole`."""
 
-    def __init__(self, source: Follower) -> None:
+    def __init__(self, source: LineFollower) -> None:
         self._source, self.whole = source, False
         self.problem: str | None = None
 
@@ -114,7 +114,7 @@ async def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[s
     with tempfile.TemporaryDirectory() as directory, child(train, Path(directory), model, device, stop=None) as orders:
         _ordered(orders, 0)
         config = EngineConfig(max_batch=BATCH, cache_tokens=BATCH * model.max_context, poll_seconds=0.01)
-        source = Recording(Follower(WeightStore(Objects.open(Path(directory))), "main"))
+        source = Recording(LineFollower(WeightStore(Objects.open(Path(directory))), "main"))
         async with EmbeddedEngine(model, config, device=device) as engine:
             follower = asyncio.create_task(EngineFollower(engine, source, config.poll_seconds).run())
             load = [asyncio.create_task(decode_always(engine, number)) for number in range(BATCH - 1)]

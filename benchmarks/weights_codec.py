@@ -39,7 +39,7 @@ from safetensors.numpy import load_file, save_file
 from rollmill.weights.format.codings import (
     SPARSE_CODINGS,
     Coding,
-    Encoded,
+    EncodedPayload,
     Goal,
     decode_changes,
     decode_chunk,
@@ -161,7 +161,7 @@ def sizes(pairs: list[Pair]) -> dict[str, float]:
     return result
 
 
-def _encode(old: np.ndarray, new: np.ndarray, goal: Goal) -> Encoded:
+def _encode(old: np.ndarray, new: np.ndarray, goal: Goal) -> EncodedPayload:
     return encode_difference(old.view(np.uint8), new.view(np.uint8), WIDTH, goal)
 
 
@@ -187,10 +187,10 @@ class Ours:
     def __init__(self, goal: Goal) -> None:
         self._goal = goal
 
-    def encode(self, old: np.ndarray, new: np.ndarray) -> Encoded:
+    def encode(self, old: np.ndarray, new: np.ndarray) -> EncodedPayload:
         return _encode(old, new, self._goal)
 
-    def decode(self, payload: Encoded, weights: np.ndarray) -> None:
+    def decode(self, payload: EncodedPayload, weights: np.ndarray) -> None:
         chunk = weights.view(np.uint8)
         if payload.coding in SPARSE_CODINGS:
             scatter(chunk, decode_changes(payload.coding, payload.payload, chunk, WIDTH), WIDTH)

@@ -40,7 +40,7 @@ from rollmill.storage.parallel import read_ranges
 from rollmill.weights.format.codings import Changes, scatter
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.line_follower import Follower, Update
+from rollmill.weights.reading.line_follower import LineFollower, Update
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 from rollmill.weights.writing.publisher import Publisher
@@ -89,7 +89,7 @@ class Engine:
 def serve_region(source: str, folder: Path, versions: int) -> None:
     """Follows the home's line. Prints a line of JSON per version, then answers commands on standard input."""
     mirror = Mirror(Objects.open(source), Objects.open(folder))
-    follower, engine = Follower(mirror.target, LINE, mirror=mirror), Engine()
+    follower, engine = LineFollower(mirror.target, LINE, mirror=mirror), Engine()
     _say(ready=True)
     last: Update | None = None
     for _ in range(versions):

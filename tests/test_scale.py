@@ -25,7 +25,7 @@ from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
 from rollmill.weights.format.manifest import Pack
 from rollmill.weights.format.object_keys import pack_prefix
-from rollmill.weights.reading.host_weights import Image
+from rollmill.weights.reading.host_weights import HostWeights
 from rollmill.weights.reading.patches import Patches
 from rollmill.weights.reading.read_plan import Leg, Source
 from rollmill.weights.regions.collection import collect
@@ -171,16 +171,16 @@ def test_a_pack_that_arrives_costs_its_own_chunks_not_the_whole_table() -> None:
             return read[pack.digest]
 
         source = Source({base.version: base, after.version: after}.__getitem__, lambda _: None, pack_of, pytest.fail)
-        image = Image(base.tensors)
-        image.take(Leg(base, "snapshot"), source)
+        host = HostWeights(base.tensors)
+        host.take(Leg(base, "snapshot"), source)
         leg, patches = Leg(after, "delta"), Patches()
         spent = steps(
             lambda: [
-                image.begin(leg, pack, memoryview(read[pack.digest]), source, patches) for pack in leg.encoding.packs
+                host.begin(leg, pack, memoryview(read[pack.digest]), source, patches) for pack in leg.encoding.packs
             ]
         )
-        image.take(leg, source, patches)
-        assert image.manifest is after
+        host.take(leg, source, patches)
+        assert host.manifest is after
         return spent
 
     assert cost(MANY) <= LINEAR * cost(FEW)

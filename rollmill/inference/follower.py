@@ -2,7 +2,7 @@
 
 source, in a thread                     event loop                            engine
 1  poll: fetch, decode, verify ──────►  2  apply: prepare beside decoding ──► 3  write, audit, switch the label
-   an image in host memory                 (refused: 1 gives everything again)
+   weights in host memory                  (refused: 1 gives everything again)
 4  wait for the next version  ◄───────     a hint, a lend or a recall ends the wait
 """
 
@@ -23,7 +23,7 @@ from rollmill.inference.lent_engine import Guests, Loan
 from rollmill.types import Version
 from rollmill.weights.format.object_keys import valid_name
 from rollmill.weights.reading.leases import HeldLeases
-from rollmill.weights.reading.line_follower import LEASE_SECONDS, Follower, Update
+from rollmill.weights.reading.line_follower import LEASE_SECONDS, LineFollower, Update
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
@@ -77,15 +77,15 @@ class PinnedSource:
             if self._mirror is not None:
                 self._mirror.copy(self._version.line, self._form, self._version.number)
             self._leases.renew([self._version])  # before the read: it must not be collected meanwhile
-            image = self._store.hold(self._version, self._form)
+            host = self._store.hold(self._version, self._form)
         except (StorageError, WeightsError) as error:
             self.problem = str(error)
             return None
-        manifest, seconds = image.manifest, time.perf_counter() - started
+        manifest, seconds = host.manifest, time.perf_counter() - started
         assert manifest is not None, "what is restored is whole"
         self.problem = self._leases.problem
         self._update = Update(
-            manifest.policy, image.tensors, None, None, manifest.bytes, {"fetch": seconds}, manifest.created_at
+            manifest.policy, host.tensors, None, None, manifest.bytes, {"fetch": seconds}, manifest.created_at
         )
         return self._update
 
@@ -169,8 +169,8 @@ class EngineFollower:
         finally:
             await asyncio.to_thread(self._source.close)
 
-    def _lendable(self) -> Follower:
-        if not isinstance(self._source, Follower):
+    def _lendable(self) -> LineFollower:
+        if not isinstance(self._source, LineFollower):
             raise EngineError("an engine that is pinned to one version cannot be lent")
         return self._source
 
@@ -192,7 +192,7 @@ class EngineFollower:
     def _settle(self) -> None:
         """A loan is over when the engine has its own weights again."""
         loan, source = self.guests.loan, self._source
-        if loan is not None and loan.state == "returning" and isinstance(source, Follower) and source.lent is None:
+        if loan is not None and loan.state == "returning" and isinstance(source, LineFollower) and source.lent is None:
             policy = self._engine.health()["policy"]
             if policy is not None and source.current is not None and policy == vars(source.current):
                 self.guests.end_loan(loan)

@@ -25,7 +25,7 @@ from rollmill.inference.joining import Joining, keep_registered
 from rollmill.inference.lent_engine import Guests
 from rollmill.models.config import ModelConfig
 from rollmill.types import Version
-from rollmill.weights.reading.line_follower import Follower
+from rollmill.weights.reading.line_follower import LineFollower
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
@@ -274,7 +274,7 @@ def serve_engine(
     source: UpdateSource
     about = {"engine": name, "region": region}
     if pinned is None:
-        source = Follower(store, line, form, mirror, holder=name, about=about)
+        source = LineFollower(store, line, form, mirror, holder=name, about=about)
         if channel is not None:
             source.follow_channel(channel)
     else:

@@ -17,7 +17,7 @@ from rollmill.errors import ConfigError
 from rollmill.runs.run import RunConfig
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
-from rollmill.weights.files.exchange import Imported, publish_import
+from rollmill.weights.files.exchange import Import, publish_import
 from rollmill.weights.reading.weight_store import WeightStore
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def import_checkpoint(config: RunConfig, weights: WeightStore) -> Version:
     checkpoint = check_checkpoint(config)
     companions = served_companions(checkpoint)
     with served_tensors(checkpoint) as tensors:
-        imported = Imported(tensors, converted=(), files=len(checkpoint.files.shards))
+        imported = Import(tensors, converted=(), files=len(checkpoint.files.shards))
         manifest = publish_import(weights, checkpoint.files.directory, version.line, FORM, imported, companions)
     telemetry.emit(
         "import",

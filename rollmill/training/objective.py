@@ -32,7 +32,7 @@ class StepOutcome:
     figures: dict[str, Any]
 
 
-class Batched(Protocol):
+class StepBatch(Protocol):
     @property
     def microbatches(self) -> Sequence[MicroBatch]: ...
 
@@ -42,7 +42,7 @@ class Batched(Protocol):
         ...
 
 
-Batch = TypeVar("Batch", bound=Batched)
+Batch = TypeVar("Batch", bound=StepBatch)
 
 
 def leave_on_model() -> None:

@@ -29,7 +29,7 @@ TOOLS = "tools"  # key in the provenance of a payload: the tools that the model 
 _UNREADABLE = "payload cannot be read"
 _ROWS = 256  # of a row group in Parquet
 
-Found = tuple[TrajectoryRow, Trajectory]
+LoadedRow = tuple[TrajectoryRow, Trajectory]
 
 
 def export_trajectories(
@@ -71,7 +71,7 @@ def _fit(rows: Iterable[TrajectoryRow], split: str | None, left_out: Counter[str
             left_out[row.unfit] += 1
 
 
-def _load(store: TrajectoryStore, rows: Iterable[TrajectoryRow], left_out: Counter[str]) -> Iterator[Found]:
+def _load(store: TrajectoryStore, rows: Iterable[TrajectoryRow], left_out: Counter[str]) -> Iterator[LoadedRow]:
     for row in rows:
         if row.payload_key is None or row.state in ("quarantined", "deleted"):
             left_out[row.state] += 1
@@ -115,7 +115,7 @@ def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _write_openai(target: Path, found: Iterator[Found]) -> int:
+def _write_openai(target: Path, found: Iterator[LoadedRow]) -> int:
     count = 0
     with target.open("w", encoding="utf-8") as out:
         for row, trajectory in found:
@@ -124,7 +124,7 @@ def _write_openai(target: Path, found: Iterator[Found]) -> int:
     return count
 
 
-def _write_parquet(target: Path, found: Iterator[Found]) -> int:
+def _write_parquet(target: Path, found: Iterator[LoadedRow]) -> int:
     pyarrow, parquet = _pyarrow()
     schema = _schema(pyarrow)
     count = 0

@@ -449,7 +449,7 @@ def _to_group(row: sa.Row[Any]) -> GroupRow:
     return GroupRow(**fields)
 
 
-class Untaken:
+class UntakenGroups:
     """The groups that no step has taken yet. A look reads those that changed since the one before, not all of them."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -4,7 +4,7 @@ from rollmill.weights.format.manifest import Anchor, Manifest
 from rollmill.weights.format.tensors import HostTensor, Tensors
 from rollmill.weights.reading.channels import ChannelEntry, Channels
 from rollmill.weights.reading.leases import Lease, Leases
-from rollmill.weights.reading.line_follower import Follower, Update
+from rollmill.weights.reading.line_follower import LineFollower, Update
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.anchors import AnchorBuilder
 from rollmill.weights.regions.mirror import Mirror
@@ -15,10 +15,10 @@ __all__ = [
     "AnchorBuilder",
     "ChannelEntry",
     "Channels",
-    "Follower",
     "HostTensor",
     "Lease",
     "Leases",
+    "LineFollower",
     "Manifest",
     "Mirror",
     "OwnChunks",

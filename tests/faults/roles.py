@@ -28,7 +28,7 @@ from rollmill import telemetry
 from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
-from rollmill.weights import Follower, HostTensor, Mirror, Publisher, WeightStore
+from rollmill.weights import HostTensor, LineFollower, Mirror, Publisher, WeightStore
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading import line_follower as follower_module
 from rollmill.weights.reading import weight_store as store_module
@@ -144,7 +144,7 @@ def follower(given: Given, tell: Tell) -> None:
     objects = _open(given["store"], given)
     mirror = Mirror(_open(given["source"], given), objects, region) if given.get("source") else None
     about = {"engine": name, "region": region}
-    follower = Follower(WeightStore(objects), LINE, mirror=mirror, holder=name, about=about)
+    follower = LineFollower(WeightStore(objects), LINE, mirror=mirror, holder=name, about=about)
     engine, updates = Parameters(), 0
     asked = _signals(signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     while True:

@@ -27,7 +27,7 @@ from rollmill.inference.engine_wire import WIRE
 from rollmill.inference.server import make_app, serving
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.line_follower import Follower
+from rollmill.weights.reading.line_follower import LineFollower
 from tests.gateway.conftest import ENGINE, USER, Mill, until
 from tests.gateway.serve import LIVE
 from tests.inference.test_follower import Line, following
@@ -122,7 +122,7 @@ class Fleets:
         self.engines: list[EmbeddedEngine] = []
         self.urls: list[str] = []
 
-    async def engine(self, fleet: Fleet, name: str, source: Follower, serves: dict[str, str]) -> None:
+    async def engine(self, fleet: Fleet, name: str, source: LineFollower, serves: dict[str, str]) -> None:
         enter = self.mill.stack.enter_async_context
         engine = await enter(engine_at(None, model=self.model))
         follower = await enter(following(engine, source))
@@ -138,10 +138,10 @@ class Fleets:
         self.rl.publish()
         Channels(self.main.objects).move("live", Version("main", 0))
         for name in ("engine-home", "engine-home-2"):
-            source = Follower(self.main.store, "main", holder=name)
+            source = LineFollower(self.main.store, "main", holder=name)
             source.follow_channel("live")
             await self.engine(self.own, name, source, {"kind": "channel", "name": "live"})
-        training = Follower(self.main.store, "rl")
+        training = LineFollower(self.main.store, "rl")
         await self.engine(self.mill.fleet, "engine-home", training, {"kind": "line", "name": "rl"})
 
     @contextlib.asynccontextmanager

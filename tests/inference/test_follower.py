@@ -28,7 +28,7 @@ from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.leases import Leases
-from rollmill.weights.reading.line_follower import Follower, Update
+from rollmill.weights.reading.line_follower import LineFollower, Update
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.collection import collect
 from rollmill.weights.regions.mirror import Mirror
@@ -77,7 +77,7 @@ async def test_an_engine_follows_its_line_while_it_generates(tmp_path: Path, mon
     line = Line(tmp_path / "store")
     monkeypatch.setattr(telemetry, "_file", None)  # later tests write no events
     telemetry.open_events(tmp_path / "events", "engine-test")
-    async with engine_at(None) as engine, following(engine, Follower(line.store, "main")):
+    async with engine_at(None) as engine, following(engine, LineFollower(line.store, "main")):
         task = asyncio.create_task(generate(engine, request(max_tokens=240)))
         line.publish()
         await until(lambda: engine.metrics()["sampled_tokens_total"] > 5)
@@ -96,7 +96,7 @@ async def test_an_engine_follows_its_line_while_it_generates(tmp_path: Path, mon
 
 async def test_an_engine_in_another_region_serves_the_same_bytes_from_its_own_store(tmp_path: Path) -> None:
     line, away = Line(tmp_path / "home"), Objects.open(tmp_path / "away")
-    source = Follower(WeightStore(away), "main", mirror=Mirror(line.objects, away))
+    source = LineFollower(WeightStore(away), "main", mirror=Mirror(line.objects, away))
     async with engine_at(None) as engine, following(engine, source):
         for number in range(3):
             line.publish()
@@ -137,7 +137,7 @@ async def test_the_version_of_a_pinned_engine_is_not_collected(tmp_path: Path) -
 async def test_a_damaged_object_leaves_the_engine_at_the_last_good_version(tmp_path: Path) -> None:
     line = Line(tmp_path / "store")
     line.publish()
-    async with engine_at(None) as engine, following(engine, Follower(line.store, "main")) as follower:
+    async with engine_at(None) as engine, following(engine, LineFollower(line.store, "main")) as follower:
         await until(serves(engine, 0))
         await engine.pause()
         known = set(line.objects.list())
@@ -158,7 +158,7 @@ async def test_a_damaged_object_leaves_the_engine_at_the_last_good_version(tmp_p
 async def test_weights_an_engine_refuses_are_tried_again_and_reported(tmp_path: Path) -> None:
     line = Line(tmp_path / "store")
     other = TINY.model_copy(update={"layers": 1})
-    async with engine_at(None, model=other) as engine, following(engine, Follower(line.store, "main")) as follower:
+    async with engine_at(None, model=other) as engine, following(engine, LineFollower(line.store, "main")) as follower:
         line.publish()
         await until(lambda: follower.problem is not None)
         assert "another model" in str(follower.problem)
@@ -168,7 +168,7 @@ async def test_weights_an_engine_refuses_are_tried_again_and_reported(tmp_path: 
 async def test_bad_memory_on_the_host_is_found_by_the_engine_and_healed(tmp_path: Path) -> None:
     line = Line(tmp_path / "store")
     line.publish()
-    source = Follower(line.store, "main")
+    source = LineFollower(line.store, "main")
     first = source.poll()
     assert first is not None and source._course.image is not None
     source._course.image._memory["embedding"][10] ^= 1
@@ -195,7 +195,7 @@ async def test_an_update_is_never_applied_after_its_image_has_moved_on(tmp_path:
             return await apply(update)
 
         engine.apply = refusing  # type: ignore[method-assign]
-        async with following(engine, Follower(line.store, "main")) as follower:
+        async with following(engine, LineFollower(line.store, "main")) as follower:
             await until(serves(engine, 0))
             line.publish()
             await until(lambda: bool(refused))
@@ -207,7 +207,7 @@ async def test_an_update_is_never_applied_after_its_image_has_moved_on(tmp_path:
 async def test_a_hint_ends_a_long_wait(tmp_path: Path) -> None:
     line = Line(tmp_path / "store")
     line.publish()
-    source, release = Follower(line.store, "main"), threading.Event()
+    source, release = LineFollower(line.store, "main"), threading.Event()
     source.wait = lambda _: release.wait()  # type: ignore[assignment, method-assign, return-value]
     try:
         async with engine_at(None) as engine, following(engine, source) as follower:
@@ -223,7 +223,7 @@ async def test_a_hint_ends_a_long_wait(tmp_path: Path) -> None:
 async def test_the_store_is_polled_rarely_when_nothing_happens(tmp_path: Path) -> None:
     line = Line(tmp_path / "store")
     line.publish()
-    source = Follower(line.store, "main")
+    source = LineFollower(line.store, "main")
     waits: list[float] = []
     wait = source.wait
 
@@ -251,7 +251,7 @@ async def test_lending_and_recalling_under_load(tmp_path: Path) -> None:
     line.publish()
     for _ in range(2):
         other.publish()
-    async with engine_at(None) as engine, following(engine, Follower(line.store, "main")) as follower:
+    async with engine_at(None) as engine, following(engine, LineFollower(line.store, "main")) as follower:
         app = make_app(engine, follower)
         async with serving(app, "127.0.0.1", 0) as runner, aiohttp.ClientSession() as client:
             url = "http://{}:{}".format(*runner.addresses[0][:2])

@@ -24,7 +24,7 @@ from rollmill.models.quantize import (
     round_parameters_,
 )
 from rollmill.storage.objects import Objects
-from rollmill.weights import Follower, HostTensor, Publisher, WeightStore
+from rollmill.weights import HostTensor, LineFollower, Publisher, WeightStore
 from rollmill.weights.format.manifest import describe, root_digest
 from tests.kernels import DEVICE, INTERPRETED, cuda, devices, without_kernels
 from tests.models.reference import TINY, make_decoder
@@ -296,7 +296,7 @@ def test_versions_are_published_and_followed_bit_for_bit(form: str, goal: str, t
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     store = WeightStore(Objects.open(tmp_path))
     publisher = Publisher(store, "rl", form, snapshot_every=4, goal=goal)
-    follower = Follower(WeightStore(Objects.open(tmp_path)), "rl", form)
+    follower = LineFollower(WeightStore(Objects.open(tmp_path)), "rl", form)
     engine = Decoder(BIASED, torch.bfloat16, form)
     kinds = set()
     for number in range(6):

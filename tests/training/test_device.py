@@ -119,7 +119,7 @@ def test_a_deleted_trainer_is_freed_at_once(tmp_path: Path, device: Device):
     """If graphs wait for the garbage collector, they may be freed while another one is recorded, which breaks it."""
     trainer = midtrainer(prepared(tmp_path, device))
     trainer.run(3)
-    passes = weakref.ref(trainer._objective._passes)  # type: ignore[attr-defined]
+    passes = weakref.ref(trainer._objective._pass)  # type: ignore[attr-defined]
     gc.disable()
     try:
         del trainer

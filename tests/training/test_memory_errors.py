@@ -113,7 +113,7 @@ def test_the_error_of_a_step_does_not_hide_that_the_step_before_was_not_written(
             time.sleep(0.01)
         raise TrainingError("step 3 ran out of memory")
 
-    monkeypatch.setattr(trainer._publisher, "publish", fail)
+    monkeypatch.setattr(trainer._exporter, "publish", fail)
     backward = trainer._objective.backward
     steps = iter([backward, run_out])
     monkeypatch.setattr(trainer._objective, "backward", lambda *given: next(steps)(*given))

@@ -14,7 +14,7 @@ from rollmill.errors import TrainingError
 from rollmill.models.decoder import Decoder
 from rollmill.training.config import OptimizerConfig, RLConfig, lr_by_size
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
-from rollmill.training.update_guard import Move, Sampled, measure_move
+from rollmill.training.update_guard import Move, TokenSample, measure_move
 from rollmill.trajectories.pace import Pace
 from rollmill.types import Version
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment
@@ -37,8 +37,8 @@ def replace_move(move: Move, **named: float) -> Move:
 
 
 def test_a_move_is_measured_on_the_same_tokens() -> None:
-    before = Sampled(torch.tensor([0.5, 0.25]).log(), torch.tensor([0.6, 0.8]))
-    after = Sampled(torch.tensor([0.25, 0.5]).log(), torch.tensor([0.5, 0.5]))
+    before = TokenSample(torch.tensor([0.5, 0.25]).log(), torch.tensor([0.6, 0.8]))
+    after = TokenSample(torch.tensor([0.25, 0.5]).log(), torch.tensor([0.5, 0.5]))
     move = measure_move(before, after)
     weights, delta = np.array([0.5, 2.0]), np.log([0.5, 2.0])
     assert move.drift == pytest.approx((weights - 1 - delta).mean())
@@ -47,7 +47,7 @@ def test_a_move_is_measured_on_the_same_tokens() -> None:
 
 
 def test_a_single_token_that_was_nearly_impossible_does_not_decide() -> None:
-    before = Sampled(torch.full((1000,), -0.1), torch.full((1000,), 0.1))
+    before = TokenSample(torch.full((1000,), -0.1), torch.full((1000,), 0.1))
     one = before.logprobs_M.clone()
     one[0] += 8.0  # its ratio alone would be a KL divergence of 3 and a sample size of 0.002
     assert measure_move(before, before._replace(logprobs_M=one)).too_far(0.2) is None

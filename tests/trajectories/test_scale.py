@@ -20,7 +20,7 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.changes import trajectory_rows
-from rollmill.trajectories.ledger import Ledger, NewGroup, Untaken
+from rollmill.trajectories.ledger import Ledger, NewGroup, UntakenGroups
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, LedgerState, StepRecord, Version
@@ -148,7 +148,7 @@ def test_a_look_at_open_groups_reads_those_that_changed(engine: sa.Engine) -> No
     for count in (2, 16):
         while ledger.open_groups() < count:
             ledger.start_group(numbered, pace=PACE)
-        untaken = Untaken(ledger)
+        untaken = UntakenGroups(ledger)
         first = untaken.look()
         assert len(first) == count and first == ledger.untaken_groups()
         with statements(engine) as sent:

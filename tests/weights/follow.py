@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.storage.objects import Objects
-from rollmill.weights import Follower, HostTensor, Update, WeightStore
+from rollmill.weights import HostTensor, LineFollower, Update, WeightStore
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading import host_weights as image
 
@@ -65,7 +65,7 @@ class Parameters:
 
 def follow(store: Path) -> list[tuple[int, str]]:
     """Applies one update after the other, up to the head of the line. Returns (number, digest) of each."""
-    follower = Follower(WeightStore(Objects.open(store)), "rl", holder="engine-1")
+    follower = LineFollower(WeightStore(Objects.open(store)), "rl", holder="engine-1")
     engine, found = Parameters(), []
     while (update := follower.poll()) is not None:
         engine.apply(update)
@@ -75,7 +75,7 @@ def follow(store: Path) -> list[tuple[int, str]]:
 
 
 def memory(store: str) -> None:
-    follower = Follower(WeightStore(Objects.open(store)), "rl")
+    follower = LineFollower(WeightStore(Objects.open(store)), "rl")
 
     def peak() -> int:  # of this program alone, unlike getrusage, which goes on with the parent's
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

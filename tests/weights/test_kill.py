@@ -12,7 +12,7 @@ import pytest
 from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Follower, Mirror, Publisher, WeightStore
+from rollmill.weights import LineFollower, Mirror, Publisher, WeightStore
 from rollmill.weights.writing.publisher import Peers
 from tests.storage.serving import served
 from tests.weights.build import history, publish_line, same
@@ -40,7 +40,7 @@ def test_a_publisher_killed_at_every_step_of_a_disk_write(tmp_path: Path, step: 
     versions = history(4)
     store = WeightStore(Objects.open(tmp_path))
     Publisher(store, "rl", snapshot_every=2).publish(0, versions[0])
-    follower = Follower(WeightStore(Objects.open(tmp_path)), "rl")
+    follower = LineFollower(WeightStore(Objects.open(tmp_path)), "rl")
     follower.poll()
     killed = in_child(lambda: publish(tmp_path, 1, 2, step))
     assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
@@ -50,7 +50,7 @@ def test_a_publisher_killed_at_every_step_of_a_disk_write(tmp_path: Path, step: 
     go_on(tmp_path, versions, follower)
 
 
-def go_on(path: Path, versions: list, follower: Follower) -> None:
+def go_on(path: Path, versions: list, follower: LineFollower) -> None:
     """The trainer starts again and publishes everything again, as after its newest checkpoint."""
     again = Publisher(WeightStore(Objects.open(path)), "rl", snapshot_every=2)
     for number, tensors in enumerate(versions):
@@ -76,7 +76,7 @@ def test_a_publisher_killed_at_every_call_of_the_store(tmp_path: Path, first: in
     for step in range(200):
         path = tmp_path / str(step)
         shutil.copytree(line, path)
-        follower = Follower(WeightStore(Objects.open(path)), "rl")
+        follower = LineFollower(WeightStore(Objects.open(path)), "rl")
         follower.poll()
         killed = killed_at(path, step, publish)
         alive = check_line(path, versions)

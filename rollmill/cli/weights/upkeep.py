@@ -22,7 +22,7 @@ from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.leases import Leases
 from rollmill.weights.reading.weight_store import WeightStore
-from rollmill.weights.regions.collection import Collected, collect, collect_companions
+from rollmill.weights.regions.collection import CollectionResult, collect, collect_companions
 from rollmill.weights.regions.keeper import RegionKeeper, Round
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
@@ -71,7 +71,7 @@ def gc(
         out.print("no version yet")
 
 
-def _describe(line: str, form: str, done: Collected, dry_run: bool) -> list[object]:
+def _describe(line: str, form: str, done: CollectionResult, dry_run: bool) -> list[object]:
     gone = display.count(len(done.removed), "version")
     if done.abandoned:
         gone += f" and {display.count(done.abandoned, 'object')} that no version names"
@@ -90,7 +90,7 @@ def _describe(line: str, form: str, done: Collected, dry_run: bool) -> list[obje
     return words
 
 
-def _holders(store: WeightStore, line: str, form: str, done: Collected) -> list[str]:
+def _holders(store: WeightStore, line: str, form: str, done: CollectionResult) -> list[str]:
     """What holds versions, apart from `--keep`."""
     told = [f"{line}@{done.kept[-1]}: the head"] if done.kept else []
     channels = Channels(store.objects)

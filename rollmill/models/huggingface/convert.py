@@ -17,7 +17,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.huggingface.config import Layout, read_layout
 from rollmill.models.huggingface.files import CONFIG, Files, open_files
 from rollmill.models.huggingface.layouts import OUTER, named_views
-from rollmill.weights.files.safetensors import Entry, Stored
+from rollmill.weights.files.safetensors import Entry, StoredTensor
 
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -101,7 +101,7 @@ def read_tensor(files: Files, name: str) -> Tensor:
     return _tensor(stored, torch.float8_e4m3fn).float().mul_(scales)
 
 
-def _tensor(stored: Stored, dtype: torch.dtype) -> Tensor:
+def _tensor(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
     # copied: torch needs writable memory even to read, and the file is mapped read-only
     return torch.from_numpy(stored.data.copy()).view(dtype).view(stored.shape)
 

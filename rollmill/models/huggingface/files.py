@@ -21,7 +21,7 @@ from rollmill.errors import WeightsError
 from rollmill.strict import FreeJson, parse_json
 from rollmill.weights.files.checkpoint_directory import read_bytes, read_weights
 from rollmill.weights.files.companions import LARGEST_BYTES
-from rollmill.weights.files.safetensors import Stored
+from rollmill.weights.files.safetensors import StoredTensor
 
 CONFIG = "config.json"
 _LARGEST_JSON = 16 << 20  # bytes; the list of what is not quantised may take a megabyte
@@ -32,7 +32,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.inde
 class Files(NamedTuple):
     directory: Path
     config: dict[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     shards: list[Path]
 
 

@@ -25,7 +25,7 @@ from rollmill.models.updates.patch_preparation import ParameterChange, apply_cha
 
 if TYPE_CHECKING:
     from rollmill.models.updates.delta_batch import Batch, DeviceStreams
-    from rollmill.weights.format.codings import Encoded
+    from rollmill.weights.format.codings import EncodedPayload
 
 __all__ = [
     "Differences",
@@ -76,7 +76,7 @@ def changes(base: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 def encode_chunks(
     groups: Sequence[Sequence[Pair]], densest: float = DENSEST, threads: int | None = None
-) -> list[Encoded | None]:
+) -> list[EncodedPayload | None]:
     """One payload per group of chunks; None if more than the share `densest` of its elements changed.
 
     A payload covers a group: one chunk, or several of the same width that are coded as one.
@@ -126,13 +126,13 @@ class Differences:
         indices = torch.nonzero(old != new).flatten()
         return indices.to(torch.int32), new[indices]
 
-    def encode(self, densest: float = DENSEST) -> list[Encoded | None]:
+    def encode(self, densest: float = DENSEST) -> list[EncodedPayload | None]:
         """The payloads; None if more than the share `densest` of a group's elements changed."""
         return [future.result() for future in self.start(densest)]
 
-    def start(self, densest: float = DENSEST) -> list[Future[Encoded | None]]:
+    def start(self, densest: float = DENSEST) -> list[Future[EncodedPayload | None]]:
         """The same, without waiting for the threads that compress the payloads. The tensors may change afterwards."""
-        futures: dict[int, Future[Encoded | None]] = {}
+        futures: dict[int, Future[EncodedPayload | None]] = {}
         for batch in self._batches:
             done = batch.run(densest)
             for group, arrays, changed in zip(batch.groups, done.on_host(), done.changed, strict=True):
@@ -177,13 +177,13 @@ def _cut(batch: DeviceStreams, place: int) -> SparseStreams | None:
     return None if streams is None else SparseStreams._make((*streams, batch.changed[place]))
 
 
-def _encoded(streams: list[np.ndarray] | None, changed: int) -> Encoded | None:
+def _encoded(streams: list[np.ndarray] | None, changed: int) -> EncodedPayload | None:
     from rollmill.weights.format.byte_streams import pack_streams
-    from rollmill.weights.format.codings import Encoded
+    from rollmill.weights.format.codings import EncodedPayload
 
     if streams is None:
         return None
-    return Encoded("sparse", pack_streams(streams) if changed else b"", changed)
+    return EncodedPayload("sparse", pack_streams(streams) if changed else b"", changed)
 
 
 def reference_streams(old: Tensor, new: Tensor, densest: float = 1.0) -> SparseStreams | None:

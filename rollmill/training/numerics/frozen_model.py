@@ -20,7 +20,7 @@ from rollmill.weights.format.tensors import Tensors
 from rollmill.weights.reading.weight_store import WeightStore
 
 
-class Twin:
+class FrozenModel:
     def __init__(self, parallel: Parallelism, model: Decoder) -> None:
         """Collective."""
         self.parallel = parallel

@@ -22,7 +22,7 @@ MOST = 4  # graphs kept; each one holds the memory of a pass
 _REMEMBERED = 256  # shapes seen once; a shape that comes again later than that is not worth a graph
 
 
-class _Recorded(NamedTuple):
+class _Recording(NamedTuple):
     graph: Any  # torch.cuda.CUDAGraph
     inputs: Sequence[Tensor]
     output: Tensor
@@ -38,7 +38,7 @@ class GraphedPasses:
         self._parameters = list(model.parameters())
         self._most = MOST
         self._seen: deque[Hashable] = deque(maxlen=_REMEMBERED)
-        self._recorded: dict[Hashable, _Recorded] = {}
+        self._recorded: dict[Hashable, _Recording] = {}
         self._pool: Any = None  # passes run one after another, so their graphs share temporary memory
 
     def run(self, shape: Hashable, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ class GraphedPasses:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _record(self, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> _Recorded:
+    def _record(self, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> _Recording:
         inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -95,4 +95,4 @@ class GraphedPasses:
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        return _Recorded(graph, inputs, output, gradients, backward)
+        return _Recording(graph, inputs, output, gradients, backward)

@@ -36,7 +36,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch, PackedSequence, TokenRule, pack, segment_sequence
 from rollmill.training.diagnostics import mismatch_figures
 from rollmill.training.lineage import form_held
-from rollmill.training.numerics.frozen_model import Twin
+from rollmill.training.numerics.frozen_model import FrozenModel
 from rollmill.training.numerics.router_replay import replay_of
 from rollmill.training.parallelism import Parallelism
 from rollmill.types import PolicyRef, Segment, Version
@@ -157,20 +157,20 @@ class ServedWeights:
         if all(digest != held for held, _ in self._held):
             self._held.append((digest, tensors))
 
-    def load(self, policy: PolicyRef, twin: Twin) -> None:
-        """Load the bytes with that digest, or of another form the same version in the twin's form. Raises WeightsError
-        or StorageError if there are none."""
+    def load(self, policy: PolicyRef, frozen: FrozenModel) -> None:
+        """Load the bytes with that digest, or of another form the same version in the form of the frozen model. Raises
+        WeightsError or StorageError if there are none."""
         version, form, wanted = Version(policy.line, policy.number), policy.form, policy.digest
-        if form != twin.decoder.form:
+        if form != frozen.decoder.form:
             self._check(version, policy)
-            form = form_held(self._store, version, twin.decoder.form)
+            form = form_held(self._store, version, frozen.decoder.form)
             wanted = self._store.manifest(version, form).digest
         for digest, tensors in self._held:
             if digest == wanted:
-                return twin.load_held(tensors)
+                return frozen.load_held(tensors)
         if form == policy.form:
             self._check(version, policy)
-        twin.load_version(self._store, version, form)  # from before a restart
+        frozen.load_version(self._store, version, form)  # from before a restart
 
     def _check(self, version: Version, policy: PolicyRef) -> None:
         digest = self._store.manifest(version, policy.form).digest
@@ -183,25 +183,25 @@ class MismatchMeter:
 
     def __init__(self, served: ServedWeights, *, budget: int, router_replay: bool) -> None:
         self.served = served
-        self._twin: Twin | None = None
+        self._frozen: FrozenModel | None = None
         self._budget = budget
         self._router_replay = router_replay
 
     def compute_like(self, parallel: Parallelism, model: Decoder) -> None:
         """Measure where and as `model` computes: any other way would add a mismatch of its own."""
-        if self._twin is None:
-            self._twin = Twin(parallel, model)
+        if self._frozen is None:
+            self._frozen = FrozenModel(parallel, model)
 
     @property
     def form(self) -> str:
         """The form that the trained model computes with."""
-        assert self._twin is not None, "compute_like comes first"
-        return self._twin.decoder.form
+        assert self._frozen is not None, "compute_like comes first"
+        return self._frozen.decoder.form
 
     @property
     def exact(self) -> bool:
         """Whether no bit may differ: the trained model computes exactly."""
-        return self._twin is not None and self._twin.decoder.exact
+        return self._frozen is not None and self._frozen.decoder.exact
 
     def measure(self, step: int, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
         """Δ = log π − log μ of the measured tokens, and the number of the other tokens by reason."""
@@ -211,36 +211,36 @@ class MismatchMeter:
         deltas: list[np.ndarray] = [np.empty(0, np.float32)]
         left_out = sample.left_out.copy()
         for policy, found in sequences.items():
-            assert self._twin is not None, "compute_like comes first"
-            problem = self._load(policy, self._twin)
+            assert self._frozen is not None, "compute_like comes first"
+            problem = self._load(policy, self._frozen)
             if problem is not None:
                 # if this measurement fails, the step still counts
                 left_out[UNAVAILABLE] += sum(len(sequence.targets) for sequence in found)
                 text = f"mismatch of step {step} is not measured on all tokens: {problem}"
                 telemetry.emit("warning", step=step, text=text)
                 continue
-            deltas += self._deltas(self._twin, pack(found, self._budget))
+            deltas += self._deltas(self._frozen, pack(found, self._budget))
         return np.concatenate(deltas), left_out
 
-    def _load(self, policy: PolicyRef, twin: Twin) -> str | None:
+    def _load(self, policy: PolicyRef, frozen: FrozenModel) -> str | None:
         """Why these weights are not available, if so. If one rank lacks its rows, no rank computes: all would wait."""
         problem = None
         try:
-            self.served.load(policy, twin)
+            self.served.load(policy, frozen)
         except (WeightsError, StorageError) as error:
             problem = error.message
-        return next(filter(None, twin.parallel.ranks.gather(problem)), None)
+        return next(filter(None, frozen.parallel.ranks.gather(problem)), None)
 
-    def _deltas(self, twin: Twin, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
+    def _deltas(self, frozen: FrozenModel, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
         found = []
         for part in parts:
             assert part.facts is not None
             replay = replay_of(part) if self._router_replay else None
-            found.append(twin.logprobs(part, replay).cpu().numpy() - part.facts.logprobs)
+            found.append(frozen.logprobs(part, replay).cpu().numpy() - part.facts.logprobs)
         return found
 
 
-class _Held(NamedTuple):
+class _HeldStep(NamedTuple):
     step: int
     sample: Sample
     emit: Callable[[dict[str, Any]], None]
@@ -251,13 +251,13 @@ class HeldReport:
 
     def __init__(self, meter: MismatchMeter) -> None:
         self._meter = meter
-        self._held: _Held | None = None
+        self._held: _HeldStep | None = None
         self._unmeasured = 0  # steps since the last measurement
 
     def hold(self, step: int, sample: Sample, emit: Callable[[dict[str, Any]], None]) -> None:
         """`emit` gets the mismatch figures of the step."""
         self.release(idle=False)
-        self._held = _Held(step, sample, emit)
+        self._held = _HeldStep(step, sample, emit)
 
     def release(self, *, idle: bool, failed: bool = False) -> None:
         """Emit the report, if one is held. `idle`: nothing waits for the trainer, so mismatch is measured. `failed`:
@@ -276,7 +276,7 @@ class HeldReport:
             left_out[FAILED if failed else BUSY] += sum(probe.tokens for probe in held.sample.probes)
         held.emit(mismatch_figures(deltas, left_out, by_form))
 
-    def _measure(self, held: _Held) -> tuple[np.ndarray, Counter[str], dict[str, np.ndarray]]:
+    def _measure(self, held: _HeldStep) -> tuple[np.ndarray, Counter[str], dict[str, np.ndarray]]:
         if not held.sample.probes:
             return np.empty(0, np.float32), held.sample.left_out.copy(), {}
         own, others = held.sample.split(self._meter.form)

@@ -7,7 +7,7 @@ from torch import Tensor
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch
 from rollmill.training.lineage import form_held
-from rollmill.training.numerics.frozen_model import Twin
+from rollmill.training.numerics.frozen_model import FrozenModel
 from rollmill.training.parallelism import Parallelism
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore
@@ -18,15 +18,15 @@ class Reference:
         line, _, number = name.rpartition("@")
         self._version = Version(line, int(number))
         self._weights = weights
-        self._twin: Twin | None = None  # made on first use, since it may be the run's own version 0
+        self._frozen: FrozenModel | None = None  # made on first use, since it may be the run's own version 0
 
     def logprobs(self, parallel: Parallelism, model: Decoder, part: MicroBatch) -> Tensor:
         """[M]. Experts are chosen live: recorded routes are the policy's choice, not the reference's. Collective."""
-        if self._twin is None:
-            twin = Twin(parallel, model)
+        if self._frozen is None:
+            frozen = FrozenModel(parallel, model)
             form = form_held(self._weights, self._version, model.form)
-            twin.load_version(self._weights, self._version, form)
+            frozen.load_version(self._weights, self._version, form)
             if form != model.form:
-                twin.round_to_form()
-            self._twin = twin
-        return self._twin.logprobs(part, replay=None)
+                frozen.round_to_form()
+            self._frozen = frozen
+        return self._frozen.logprobs(part, replay=None)

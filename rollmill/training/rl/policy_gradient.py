@@ -55,7 +55,7 @@ class PolicyGradient:
         parts = sequences.microbatches
         references = [self._reference.logprobs(parallel, model, part) if self._reference else None for part in parts]
         sizes_T = _sizes(parts)
-        shared = _Shared(
+        shared = _StepTotals(
             divisor=step_divisor(
                 self._config,
                 expected=self._trajectories * sequences.expected_tokens,
@@ -106,7 +106,7 @@ class PolicyGradient:
         return kl_advantages(kl_T, sequences.groups_T, self._config.kl_factor)
 
     def _backward_part(
-        self, policy: PolicyPass, part: MicroBatch, reference_M: Tensor | None, shared: _Shared
+        self, policy: PolicyPass, part: MicroBatch, reference_M: Tensor | None, shared: _StepTotals
     ) -> _Pass:
         facts = part.facts
         assert facts is not None, "sequences of sampled tokens carry their facts"
@@ -135,7 +135,7 @@ class PolicyGradient:
 
 
 @dataclass(frozen=True)
-class _Shared:
+class _StepTotals:
     """What the micro-batches of a step share. [T] is over the trajectories of its record."""
 
     divisor: float
@@ -177,7 +177,7 @@ class _Pass(NamedTuple):
     columns: Tensor  # FP32 [5 or 6, M]: Δ, kept, clipped, vetoed, entropies, distance to the reference
 
 
-def _figures(parts: Sequence[MicroBatch], passes: Sequence[_Pass], shared: _Shared) -> dict[str, Any]:
+def _figures(parts: Sequence[MicroBatch], passes: Sequence[_Pass], shared: _StepTotals) -> dict[str, Any]:
     """The figures of all tokens, read from the device in one go."""
     if not passes:
         return token_figures([])

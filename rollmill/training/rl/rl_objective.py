@@ -38,8 +38,8 @@ from rollmill.training.rl.kl_reference import Reference
 from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences
 from rollmill.training.rl.selection import (
     Contents,
-    Excluded,
-    Graded,
+    Exclusions,
+    GradedEntries,
     comparable,
     exclude_unusable,
     read_segments,
@@ -50,7 +50,7 @@ from rollmill.training.rl.signal import OtherSignal
 from rollmill.training.rl.turn_credit import group_token_advantages
 from rollmill.training.single import SINGLE
 from rollmill.training.update_guard import TokenSample, few_sequences
-from rollmill.trajectories.ledger import GroupRow, Ledger, Untaken
+from rollmill.trajectories.ledger import GroupRow, Ledger, UntakenGroups
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -112,7 +112,7 @@ class RLObjective(Objective[RolloutBatch]):
         self._config = config
         self._other = OtherSignal(config, trajectories, model_config, format)
         self._model = model_config
-        self._ledger, self._untaken = ledger, Untaken(ledger)
+        self._ledger, self._untaken = ledger, UntakenGroups(ledger)
         self._trajectories = trajectories
         self._pace = pace
         self._budget = tokens_per_microbatch
@@ -204,10 +204,12 @@ class RLObjective(Objective[RolloutBatch]):
                 self._baseline.read(search.number - 1)
         return found
 
-    def _weigh(self, members: Mapping[str, Sequence[TrajectoryRow]], rule: TokenRule) -> tuple[Graded, Excluded]:
+    def _weigh(
+        self, members: Mapping[str, Sequence[TrajectoryRow]], rule: TokenRule
+    ) -> tuple[GradedEntries, Exclusions]:
         return weigh_groups(members, self._baseline, lambda rows: self._other.in_group(rows, rule))
 
-    def _close(self, search: _Search, group: str, excluded: Excluded) -> None:
+    def _close(self, search: _Search, group: str, excluded: Exclusions) -> None:
         self._ledger.close_group(group, excluded, search.number)
         search.closed.append(group)
         reasons = Counter(why for _, why in excluded.values())

@@ -27,8 +27,8 @@ from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import LedgerState, Segment, TrajectoryState
 
-Graded = dict[str, tuple[int, float, float]]  # trajectory id → (reward id, reward, advantage)
-Excluded = dict[str, tuple[LedgerState, str]]
+GradedEntries = dict[str, tuple[int, float, float]]  # trajectory id → (reward id, reward, advantage)
+Exclusions = dict[str, tuple[LedgerState, str]]
 Contents = Mapping[str, Sequence[Segment] | str]  # trajectory id → its segments, or why they cannot be used
 
 
@@ -36,11 +36,11 @@ def weigh_groups(
     members: Mapping[str, Sequence[TrajectoryRow]],
     baseline: Baseline,
     has_other_signal: Callable[[Sequence[TrajectoryRow]], bool],
-) -> tuple[Graded, Excluded]:
+) -> tuple[GradedEntries, Exclusions]:
     """Advantages of the graded trajectories, group by group. A group whose rewards say nothing is excluded, unless it
     has something else to learn from: then its advantages are 0."""
-    graded: Graded = {}
-    excluded: Excluded = {}
+    graded: GradedEntries = {}
+    excluded: Exclusions = {}
     for rows in members.values():
         usable = [row for row in rows if row.state == TrajectoryState.graded]
         excluded.update({row.id: (LedgerState.dropped, _why_not_graded(row)) for row in rows if row not in usable})
@@ -117,15 +117,15 @@ def segment_sequences(
 
 
 def exclude_unusable(
-    graded: Graded,
+    graded: GradedEntries,
     contents: Contents,
     rule: TokenRule,
     config: RLConfig,
     by_answer: Mapping[str, Sequence[np.ndarray]],
-) -> Excluded:
+) -> Exclusions:
     """The graded trajectories that have no token to train on. `by_answer`: advantages of the tokens, if each answer has
     its own."""
-    excluded: Excluded = {}
+    excluded: Exclusions = {}
     for id in graded:
         content = contents[id]
         if isinstance(content, str):

@@ -27,7 +27,7 @@ from rollmill.errors import WeightsError
 from rollmill.storage.directory_store import sync_folder
 from rollmill.strict import StrictModel, parse_json
 from rollmill.weights.files.companions import COMPANIONS, LARGEST_BYTES
-from rollmill.weights.files.safetensors import Advance, Entry, Stored, read_file, write_entries
+from rollmill.weights.files.safetensors import Advance, Entry, StoredTensor, read_file, write_entries
 
 SHARD_BYTES = 5_000_000_000  # like transformers
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -162,7 +162,7 @@ def _into_place(draft: Path, directory: Path) -> None:
 class Weights(NamedTuple):
     """The tensors of a directory, mapped, and the files they are in."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     files: list[Path]
 
 
@@ -176,7 +176,7 @@ class _Index(StrictModel):
 
 def read_weights(directory: Path) -> Weights:
     """All tensors of a directory. Raises WeightsError if a file is damaged, or if files and index disagree."""
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     files = weight_files(directory)
     for path, expected in files.items():
         found = read_file(path)

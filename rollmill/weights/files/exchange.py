@@ -49,7 +49,7 @@ ABOUT = "rollmill.json"
 
 
 @dataclass(frozen=True)
-class Imported:
+class Import:
     """The tensors of a directory in one form. Tensors that need no conversion are mapped from its files."""
 
     tensors: dict[str, HostTensor]
@@ -97,7 +97,7 @@ def export_directory(
 
 def _check_written(draft: Path, policy: PolicyRef, advance: Advance) -> None:
     with import_directory(draft, "as written") as written:
-        digest = root_digest(describe(Watched(written.tensors, advance)))
+        digest = root_digest(describe(WatchedTensors(written.tensors, advance)))
     if digest != policy.digest:
         raise WeightsError(
             f"the written weights have the digest {digest[:16]}…, not {policy.digest[:16]}…: nothing was exported",
@@ -111,7 +111,7 @@ def _check_written(draft: Path, policy: PolicyRef, advance: Advance) -> None:
 @contextlib.contextmanager
 def import_directory(
     directory: Path, form: str, *, lossy: bool = False, advance: Advance = lambda _: None
-) -> Iterator[Imported]:
+) -> Iterator[Import]:
     """The tensors of a directory in `form`. `advance` counts each byte of the files once.
 
     They are valid inside the `with`. A tensor with another dtype is converted into a temporary file, so memory never
@@ -131,15 +131,15 @@ def import_directory(
                 data = data.copy()  # tensors in a file need not be aligned; compiled loops need them aligned
             tensors[name] = HostTensor(dtypes[name], tensor.shape, data)
             advance(tensor.data.size)
-        yield Imported(tensors, converted, len(files))
+        yield Import(tensors, converted, len(files))
 
 
-def check_export(directory: Path, form: str, imported: Imported, advance: Advance = lambda _: None) -> None:
+def check_export(directory: Path, form: str, imported: Import, advance: Advance = lambda _: None) -> None:
     """Raises WeightsError if the directory is an export and its weights were changed since."""
     about = exported_as(directory)
     if about is None or about.form != form or imported.converted:
         return
-    if root_digest(describe(Watched(imported.tensors, advance))) != about.digest:
+    if root_digest(describe(WatchedTensors(imported.tensors, advance))) != about.digest:
         raise WeightsError(
             f"the weights in {directory} are not those that {ABOUT} names ({about.digest[:16]}…)",
             hint=f"copy the directory again; if they were changed on purpose, delete {ABOUT}",
@@ -151,7 +151,7 @@ def publish_import(
     directory: Path,
     line: str,
     form: str,
-    imported: Imported,
+    imported: Import,
     companions: Mapping[str, bytes],
     advance: Advance = lambda _: None,
 ) -> Manifest:
@@ -171,7 +171,7 @@ def publish_import(
         if writer.commit(manifest):
             return manifest
     first = store.manifest(Version(line, (there or [0])[0]), form)
-    if first.number != 0 or first.digest != root_digest(describe(Watched(imported.tensors, advance))):
+    if first.number != 0 or first.digest != root_digest(describe(WatchedTensors(imported.tensors, advance))):
         raise WeightsError(
             f"{line} ({form}) already has versions in {store.objects.url}, and these weights are not its first",
             hint="--line names another line",
@@ -197,7 +197,7 @@ def _code(
     return entries, (coded.delta, coded.snapshot)
 
 
-def _source(directory: Path, imported: Imported, about: PolicyRef | None) -> dict[str, Any]:
+def _source(directory: Path, imported: Import, about: PolicyRef | None) -> dict[str, Any]:
     source: dict[str, Any] = {"source": str(directory), "files": imported.files}
     if imported.converted:
         source["converted_tensors"] = len(imported.converted)
@@ -215,7 +215,7 @@ def exported_as(directory: Path) -> PolicyRef | None:
     return PolicyRef(about.line, about.number, about.form, about.digest)
 
 
-class Watched(Mapping[str, HostTensor]):
+class WatchedTensors(Mapping[str, HostTensor]):
     """Tensors that report their bytes to `advance` at first access."""
 
     def __init__(self, tensors: Tensors, advance: Advance) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.errors import WeightsError
-from rollmill.weights.files.safetensors import DTYPES, SERVED, Stored
+from rollmill.weights.files.safetensors import DTYPES, SERVED, StoredTensor
 
 FLOATS: Mapping[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
@@ -23,7 +23,7 @@ FLOATS: Mapping[str, np.dtype[Any]] = {
 _PIECE = 1 << 22  # elements converted at a time
 
 
-def dtype_in(form: str, name: str, stored: Stored) -> str:
+def dtype_in(form: str, name: str, stored: StoredTensor) -> str:
     """The dtype of a tensor in a form. Raises WeightsError if the form cannot hold it."""
     converts = form in ("bf16", "fp16", "fp32")
     if converts and stored.dtype in FLOATS:
@@ -40,7 +40,7 @@ def dtype_in(form: str, name: str, stored: Stored) -> str:
     return SERVED[stored.dtype]
 
 
-def convert(name: str, stored: Stored, dtype: str, out: np.ndarray, *, lossy: bool) -> None:
+def convert(name: str, stored: StoredTensor, dtype: str, out: np.ndarray, *, lossy: bool) -> None:
     """Writes the tensor as `dtype` into `out` (uint8). Raises if a value would change, unless `lossy`; always raises if
     a value would become infinite."""
     source_width, target_width = stored.data.size // max(stored.elements, 1), out.size // max(stored.elements, 1)

@@ -47,7 +47,7 @@ _WIDTHS: Mapping[str, int] = {
 }  # fmt: skip
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor as stored in the file."""
 
     dtype: str  # as the file names it: BF16, F32, …
@@ -59,7 +59,7 @@ class Stored(NamedTuple):
         return math.prod(self.shape)
 
 
-def read_file(path: Path) -> dict[str, Stored]:
+def read_file(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a file, mapped. Raises WeightsError if the header and the file disagree."""
     try:
         size = path.stat().st_size
@@ -143,9 +143,9 @@ def _parse_header(path: Path, text: bytes) -> dict[str, _TensorHeader]:
         raise _damaged(path, f"its header is not valid: {error}") from None
 
 
-def _tensors(path: Path, header: Mapping[str, _TensorHeader], data: np.ndarray) -> dict[str, Stored]:
+def _tensors(path: Path, header: Mapping[str, _TensorHeader], data: np.ndarray) -> dict[str, StoredTensor]:
     """The tensors, checked for holes and overlaps. A name that is twice in the header leaves a hole."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     reached = 0
     for name, entry in sorted(header.items(), key=lambda item: (item[1].data_offsets, item[0])):
         start, stop = entry.data_offsets
@@ -155,7 +155,7 @@ def _tensors(path: Path, header: Mapping[str, _TensorHeader], data: np.ndarray) 
         if stop > data.size:
             raise _damaged(path, f"it is truncated: {name!r} ends at byte {stop} of {data.size}")
         reached = stop
-        found[name] = Stored(entry.dtype, entry.shape, data[start:stop])
+        found[name] = StoredTensor(entry.dtype, entry.shape, data[start:stop])
     if reached != data.size:
         raise _damaged(path, f"{data.size - reached} bytes at its end do not belong to any tensor")
     return found

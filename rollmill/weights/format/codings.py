@@ -18,6 +18,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -39,7 +40,7 @@ MOST_CLASSES = 8
 _CLASS_BITS = 8 * 150  # the fixed cost of one more class: lengths, and the tables of its entropy coders
 
 
-class Encoded(NamedTuple):
+class EncodedPayload(NamedTuple):
     coding: Coding
     payload: bytes
     changed: int  # elements; 0 means there is nothing to send
@@ -67,12 +68,12 @@ def encode_full(new: np.ndarray, width: int) -> bytes:
     return pack_streams(kernels.raw_plane(bits, plane) for plane in range(width))
 
 
-def encode_difference(base: np.ndarray, new: np.ndarray, width: int, goal: Goal = "fast") -> Encoded:
+def encode_difference(base: np.ndarray, new: np.ndarray, width: int, goal: Goal = "fast") -> EncodedPayload:
     """The payload that turns `base` into `new` (flat uint8), in the best coding for `goal`."""
     old_bits, new_bits = base.view(UNSIGNED[width]), new.view(UNSIGNED[width])
     plan = _choose(old_bits, new_bits, goal)
     changed, streams = _streams(plan, old_bits, new_bits)
-    return Encoded(plan.coding, pack_streams(streams), changed) if changed else Encoded("sparse", b"", 0)
+    return EncodedPayload(plan.coding, pack_streams(streams), changed) if changed else EncodedPayload("sparse", b"", 0)
 
 
 def encode_as(coding: Coding, old: np.ndarray, new: np.ndarray, width: int) -> bytes:
@@ -98,7 +99,9 @@ def _streams(plan: _Plan, old: np.ndarray, new: np.ndarray) -> tuple[int, Iterab
     return indices.size, _overwrite_streams(kernels, new.size, indices, values)
 
 
-def _sparse_streams(kernels, size, indices, differences, values) -> Iterator[np.ndarray]:
+def _sparse_streams(
+    kernels: ModuleType, size: int, indices: np.ndarray, differences: np.ndarray, values: np.ndarray
+) -> Iterator[np.ndarray]:
     yield kernels.gap_bytes(indices, size)
     signs, exceptions, magnitudes, literals = kernels.split_differences(differences, values)
     yield signs
@@ -107,13 +110,15 @@ def _sparse_streams(kernels, size, indices, differences, values) -> Iterator[np.
     yield literals.view(np.uint8)
 
 
-def _classed_streams(kernels, boundaries, classes) -> Iterator[np.ndarray]:
+def _classed_streams(
+    kernels: ModuleType, boundaries: np.ndarray, classes: Iterable[tuple[int, np.ndarray, np.ndarray, np.ndarray]]
+) -> Iterator[np.ndarray]:
     yield boundaries
     for size, members, differences, values in classes:
         yield from _sparse_streams(kernels, size, members, differences, values)
 
 
-def _overwrite_streams(kernels, size, indices, values) -> Iterator[np.ndarray]:
+def _overwrite_streams(kernels: ModuleType, size: int, indices: np.ndarray, values: np.ndarray) -> Iterator[np.ndarray]:
     yield kernels.gap_bytes(indices, size)
     for plane in range(values.itemsize):
         yield kernels.raw_plane(values, plane)
@@ -263,7 +268,7 @@ def scatter(chunk: np.ndarray, changes: Changes, width: int) -> np.ndarray:
 class _Moves:
     """The five streams of `sparse`, read and checked: differences of elements with indices below `limit`, literals."""
 
-    def __init__(self, kernels, streams: Streams, limit: int, width: int) -> None:
+    def __init__(self, kernels: ModuleType, streams: Streams, limit: int, width: int) -> None:
         self.indices = _read_gaps(kernels, streams, limit)
         count = self.indices.size
         signs = streams.exactly((count + 7) // 8)
@@ -274,7 +279,7 @@ class _Moves:
         self.literals = streams.exactly(self.escaped.size * width).view(UNSIGNED[width])
 
 
-def _decode_classed(kernels, streams: Streams, bits: np.ndarray) -> Changes:
+def _decode_classed(kernels: ModuleType, streams: Streams, bits: np.ndarray) -> Changes:
     boundaries = streams.at_most(MOST_CLASSES - 1)
     if np.any(boundaries[1:] <= boundaries[:-1]):
         raise WeightsError("the boundaries of a classed payload are not ascending")
@@ -299,7 +304,7 @@ def _decode_classed(kernels, streams: Streams, bits: np.ndarray) -> Changes:
     return Changes(indices, values)
 
 
-def _read_gaps(kernels, streams: Streams, limit: int) -> np.ndarray:
+def _read_gaps(kernels: ModuleType, streams: Streams, limit: int) -> np.ndarray:
     """Indices below `limit`, ascending."""
     data = streams.at_most(limit + limit // SKIP + 1)
     if not data.size:

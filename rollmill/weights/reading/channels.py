@@ -31,7 +31,7 @@ class ChannelEntry:
     at: float  # seconds since the epoch
 
 
-class _Written(StrictModel):
+class _EntryObject(StrictModel):
     """An entry as it is stored."""
 
     line: Name
@@ -72,7 +72,7 @@ class Channels:
             number = newest.number if newest else 0
             if expect is not None and number != expect:
                 raise self._moved(name, expect, newest)
-            entry = _Written(line=to.line, number=to.number, at=time.time())
+            entry = _EntryObject(line=to.line, number=to.number, at=time.time())
             try:
                 self._objects.create(entry_key(name, number + 1), entry.model_dump_json().encode())
             except ObjectExists:
@@ -140,7 +140,7 @@ def entry_key(name: str, number: int) -> str:
 def parse_entry(data: bytes, name: str, number: int) -> tuple[Version, float]:
     """Read an untrusted entry: the version, and when the channel was moved there."""
     try:
-        entry = parse_json(data, _Written)
+        entry = parse_json(data, _EntryObject)
     except ValueError as error:
         raise WeightsError(
             f"entry {number} of channel {name!r} is damaged: {error}", hint="move the channel again"

@@ -1,7 +1,7 @@
 """Reads parts of a version: payloads out of whole packs, single chunks, and rows of tensors.
 
 - `fetch` reads whole packs, checks their digests, and yields their payloads with a bounded number of bytes in memory.
-- `read_chunks` reads a few chunks with as few bytes as possible. An image uses it to repair chunks that went bad in
+- `read_chunks` reads a few chunks with as few bytes as possible. Host weights use it to repair chunks that went bad in
   memory. Only the payloads that cover a chunk are read, as ranges of their packs. A range has no digest of its own, so
   each decoded chunk is checked against the chunk table; if that fails, the whole pack is read, checked and used.
 - `read_rows` reads rows of tensors, for a rank that holds only part of a version. It reads only the chunks that contain
@@ -29,8 +29,8 @@ BATCH_BYTES = 256 << 20  # of chunks in memory for `read_rows`; one group may ne
 _THREADS = 4
 
 Chunks = dict[int, np.ndarray]  # by their place in the chunk table
-Fetched = list[tuple[Payload, memoryview]]
-Reading = list[tuple[int, Future[bytes]]]
+PayloadBytes = list[tuple[Payload, memoryview]]
+PendingPacks = list[tuple[int, Future[bytes]]]
 ReadPack = Callable[[Manifest, Pack], bytes]
 RowRange = tuple[int, int]  # [start, stop) of the leading dimension; a tensor of shape [] has one row
 
@@ -38,7 +38,7 @@ RowRange = tuple[int, int]  # [start, stop) of the leading dimension; a tensor o
 # --- payloads
 
 
-def fetch(leg: Leg, payloads: Iterable[Payload], read_pack: ReadPack) -> Iterator[Fetched]:
+def fetch(leg: Leg, payloads: Iterable[Payload], read_pack: ReadPack) -> Iterator[PayloadBytes]:
     """Yield the payloads with their bytes, group by group. If all packs fit into IN_FLIGHT_BYTES there is one group, so
     damage anywhere in the leg is known before anything is decoded. Otherwise the next group is read while the caller
     works on this one. Raises LegFailed for a pack that is missing or damaged."""
@@ -51,7 +51,7 @@ def fetch(leg: Leg, payloads: Iterable[Payload], read_pack: ReadPack) -> Iterato
     groups = _groups({index: packs[index].bytes for index in by_pack})
     with ThreadPoolExecutor(_THREADS, "weights-fetch") as pool:
 
-        def read(group: list[int]) -> Reading:
+        def read(group: list[int]) -> PendingPacks:
             return [(index, pool.submit(read_pack, leg.manifest, packs[index])) for index in group]
 
         reading = read(groups[0])
@@ -62,7 +62,7 @@ def fetch(leg: Leg, payloads: Iterable[Payload], read_pack: ReadPack) -> Iterato
             del ready
 
 
-def _finish(leg: Leg, reading: Reading) -> list[tuple[int, memoryview]]:
+def _finish(leg: Leg, reading: PendingPacks) -> list[tuple[int, memoryview]]:
     try:
         return [(index, memoryview(future.result())) for index, future in reading]
     except (StorageError, WeightsError) as error:

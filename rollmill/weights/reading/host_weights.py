@@ -1,4 +1,4 @@
-"""Image: the bytes of one version in host memory, moved from version to version in place.
+"""HostWeights: the bytes of one version in host memory, moved from version to version in place.
 
 The digest of every chunk in memory is known. A leg is applied payload by payload:
 
@@ -36,7 +36,7 @@ from rollmill.weights.format.manifest import (
     layout_of,
 )
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.chunks import Fetched, decode_run, fetch, join, places, read_chunk
+from rollmill.weights.reading.chunks import PayloadBytes, decode_run, fetch, join, places, read_chunk
 from rollmill.weights.reading.patches import Patch, Patches
 from rollmill.weights.reading.read_plan import Have, Leg, LegFailed, LegId, Source, plan_legs
 
@@ -46,27 +46,29 @@ _LARGEST_THREADS = 16
 _MEMORY_FAULTS = 3  # failed repairs of memory after which `restore` gives up
 
 
-def restore(source: Source, target: Version, image: Image | None = None, patches: Patches | None = None) -> Image:
-    """An image of `target`, every chunk verified: the given image, moved there, or a new one.
+def restore(
+    source: Source, target: Version, host: HostWeights | None = None, patches: Patches | None = None
+) -> HostWeights:
+    """The weights of `target`, every chunk verified: the given ones, moved there, or new ones.
 
-    `patches`, if given, collects the changes. After an error the image is at the last good leg or in the middle of one;
-    restoring it again, to any version, continues from there.
+    `patches`, if given, collects the changes. After an error the weights are at the last good leg or in the middle of
+    one; restoring them again, to any version, continues from there.
     """
     avoid: frozenset[LegId] = frozenset()
     failure: LegFailed | None = None
     patches, faults = patches or Patches(0), 0
     while True:
         try:
-            legs = plan_legs(source.manifest, source.anchor, target, _recognise(image), avoid)
+            legs = plan_legs(source.manifest, source.anchor, target, _recognise(host), avoid)
         except WeightsError as error:
             raise failure or error from None
         try:
             for leg in legs:
-                image = _fitting(image, leg)
-                image.take(leg, source, patches)
-            assert image is not None, "a plan from nothing starts with a snapshot"
-            _name(image, source.manifest(target), source, patches)
-            return image
+                host = _fitting(host, leg)
+                host.take(leg, source, patches)
+            assert host is not None, "a plan from nothing starts with a snapshot"
+            _name(host, source.manifest(target), source, patches)
+            return host
         except LegFailed as error:
             failure = failure if failure and failure.memory else error  # later errors follow from the bad memory
             faults += error.memory
@@ -76,25 +78,25 @@ def restore(source: Source, target: Version, image: Image | None = None, patches
                 avoid |= {error.leg.id}
 
 
-def _recognise(image: Image | None) -> Have:
+def _recognise(host: HostWeights | None) -> Have:
     """By root digest alone: another version may have the same bytes."""
-    return lambda _, digest: image is not None and image.holds(digest)
+    return lambda _, digest: host is not None and host.holds(digest)
 
 
-def _fitting(image: Image | None, leg: Leg) -> Image:
-    if image is None:
-        return Image(leg.manifest.tensors)
-    if leg.encoding.base is None and not image.fits(leg.manifest):
-        image.allocate(leg.manifest.tensors)
-    return image
+def _fitting(host: HostWeights | None, leg: Leg) -> HostWeights:
+    if host is None:
+        return HostWeights(leg.manifest.tensors)
+    if leg.encoding.base is None and not host.fits(leg.manifest):
+        host.allocate(leg.manifest.tensors)
+    return host
 
 
-def _name(image: Image, manifest: Manifest, source: Source, patches: Patches) -> None:
-    """Set the version of an image that needed no leg: it has the same bytes as another version, or had left it."""
-    if image.manifest is None:
-        image.heal(manifest, source, patches)
-    elif image.manifest.version != manifest.version:
-        image.rename(manifest)
+def _name(host: HostWeights, manifest: Manifest, source: Source, patches: Patches) -> None:
+    """Set the version of weights that needed no leg: they have the bytes of another version, or had left it."""
+    if host.manifest is None:
+        host.heal(manifest, source, patches)
+    elif host.manifest.version != manifest.version:
+        host.rename(manifest)
 
 
 class _Step(NamedTuple):
@@ -110,14 +112,14 @@ class _Step(NamedTuple):
         return self.leg.manifest.chunks
 
 
-class _Begun(NamedTuple):
+class _DeltaProgress(NamedTuple):
     """A delta that is taken pack by pack: what was checked and sorted when its first pack came."""
 
     step: _Step
     payloads: dict[str, list[Payload]]  # by the digest of their pack
 
 
-class Image:
+class HostWeights:
     """Not thread-safe. `tensors` are read-only views of it; they change when a leg is applied."""
 
     def __init__(self, layout: tuple[TensorEntry, ...]) -> None:
@@ -130,7 +132,7 @@ class Image:
         """Allocate memory for tensors of these shapes, content unknown. The old memory is freed first."""
         self.manifest: Manifest | None = None  # the version it holds; None while it is between two
         self._leaving: Manifest | None = None  # between two versions: the one it started from
-        self._begun: _Begun | None = None  # the last delta that was taken pack by pack
+        self._begun: _DeltaProgress | None = None  # the last delta that was taken pack by pack
         self._layout = layout_of(layout)
         self._digests: list[str | None] = [None for entry in layout for _ in entry.chunks]  # None: not known
         self.tensors, self._memory = {}, {}
@@ -145,14 +147,14 @@ class Image:
         return self._layout == layout_of(manifest.tensors)
 
     def holds(self, digest: str) -> bool:
-        """Whether a delta from this root digest can be applied: the image holds it, or has left it only in part."""
+        """Whether a delta from this root digest can be applied: they hold it, or have left it only in part."""
         held = self.manifest or self._leaving
         return held is not None and held.digest == digest
 
-    def copy(self) -> Image:
-        """A second image of the same version, in memory of its own."""
+    def copy(self) -> HostWeights:
+        """A second copy of the same version, in memory of its own."""
         assert self.manifest is not None, "only a whole version can be copied"
-        twin = Image(self.manifest.tensors)
+        twin = HostWeights(self.manifest.tensors)
         for name, memory in self._memory.items():
             np.copyto(twin._memory[name], memory)
         twin.manifest, twin._digests = self.manifest, list(self._digests)
@@ -185,7 +187,7 @@ class Image:
         thousands of packs."""
         begun = self._begun
         if begun is None or begun.step.leg.manifest is not leg.manifest or begun.step.base is not self._leaving:
-            begun = self._begun = _Begun(self._start(leg, source, patches), _by_pack(leg.encoding))
+            begun = self._begun = _DeltaProgress(self._start(leg, source, patches), _by_pack(leg.encoding))
         step = begun.step._replace(source=source, patches=patches)
         group = [(p, data[p.offset : p.offset + p.bytes]) for p in begun.payloads[pack.digest]]
         try:
@@ -211,7 +213,9 @@ class Image:
     def _start(self, leg: Leg, source: Source, patches: Patches) -> _Step:
         base = leg.encoding.base
         if not self.fits(leg.manifest):
-            raise LegFailed(leg, "its base has other tensors" if base else "it has other tensors than the image")
+            raise LegFailed(
+                leg, "its base has other tensors" if base else "it has other tensors than the weights in memory"
+            )
         if base is None:
             self._look_again(leg)
             step = _Step(leg, None, source, patches)
@@ -231,7 +235,7 @@ class Image:
                 self._digests[index] = chunk_digest(self._chunk(chunk).data)
 
     def _end_early(self) -> None:
-        """If the leg failed before it changed anything, the image still holds the old version."""
+        """If the leg failed before it changed anything, the old version is still there."""
         if self.manifest is None and self._leaving is not None:
             table = [chunk.digest for chunk in self._leaving.chunks]
             if self._digests == table:
@@ -239,13 +243,13 @@ class Image:
 
     # -- payloads
 
-    def _take_payloads(self, step: _Step, group: Fetched) -> None:
+    def _take_payloads(self, step: _Step, group: PayloadBytes) -> None:
         if self.bytes >= THREADED_BYTES:
             return self._take_in_threads(step, group)
         for payload, data in group:
             self._take_payload(step, payload, data)
 
-    def _take_in_threads(self, step: _Step, group: Fetched) -> None:
+    def _take_in_threads(self, step: _Step, group: PayloadBytes) -> None:
         """Decoding, writing and hashing release the GIL. Their memory limits how many run at once."""
         threads = min(os.cpu_count() or 1, _LARGEST_THREADS)
         running: dict[Future[None], int] = {}

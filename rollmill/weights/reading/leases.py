@@ -38,7 +38,7 @@ class Lease:
     about: Mapping[str, str]  # engine, region …
 
 
-class _Written(StrictModel):
+class _LeaseObject(StrictModel):
     """A lease as it is stored. Further fields describe the holder."""
 
     model_config = ConfigDict(extra="allow")
@@ -77,7 +77,7 @@ class Leases:
         # The time is asked before and after: a lease that is renewed in between must not count as older than it is.
         before = self._objects.modified(key)
         try:
-            lease = parse_json(self._objects.get(key), _Written)
+            lease = parse_json(self._objects.get(key), _LeaseObject)
         except (ObjectMissing, ValueError):
             return None
         written = max(filter(None, (before, self._objects.modified(key))), default=None)

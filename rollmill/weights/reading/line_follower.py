@@ -1,7 +1,7 @@
-"""Follower: keeps one engine's host image of the weights at the head of a line, or at a channel.
+"""LineFollower: keeps one engine's host weights at the head of a line, or at a channel.
 
 When a line is abandoned for a successor (main → main.2), the follower moves to it. An engine that is lent follows
-another line in a second image and keeps its own, so `recall` needs no download.
+another line in second host weights and keeps its own, so `recall` needs no download.
 
 `poll()` never raises for faults of storage or other regions. What it returns is verified. If no newer version can be
 verified, the engine keeps what it has, `problem` says why, and later polls retry with growing pauses.
@@ -22,13 +22,13 @@ from rollmill.weights.format.manifest import Anchor, Manifest, Pack, layout_of
 from rollmill.weights.format.object_keys import manifest_key, valid_name
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.host_weights import Image, restore
+from rollmill.weights.reading.host_weights import HostWeights, restore
 from rollmill.weights.reading.leases import HeldLeases
 from rollmill.weights.reading.patches import Patch, Patches, TensorPatches
 from rollmill.weights.reading.read_plan import Leg, LegFailed, LegId, Source
 from rollmill.weights.reading.weight_store import HeadWatch, WeightStore, newest_line
 
-__all__ = ["Follower", "Patch", "Update"]
+__all__ = ["LineFollower", "Patch", "Update"]
 
 _RETRY_SECONDS = 0.5, 30.0  # the first pause after a failure, and the longest
 _SUCCESSOR_SECONDS = 2.0  # how often to look for a successor of the line
@@ -40,7 +40,7 @@ Ahead = Callable[[Leg, Pack, bytes], bool]
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyResult:
     """What a copy from another region brought."""
 
     versions: tuple[Version, ...]
@@ -52,7 +52,7 @@ class OtherRegion(Protocol):
 
     @property
     def source(self) -> WeightStore: ...
-    def copy(self, line: str, form: str, number: int | None = None, ahead: Ahead | None = None) -> Copied: ...
+    def copy(self, line: str, form: str, number: int | None = None, ahead: Ahead | None = None) -> CopyResult: ...
     def copy_channel(self, name: str, form: str) -> Version | None: ...
     def remembered(self, pack: Pack) -> bytes | None: ...
     def fetch_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes: ...
@@ -61,7 +61,7 @@ class OtherRegion(Protocol):
 
 @dataclass(frozen=True)
 class Update:
-    """New weights for an engine. `tensors` are views of the follower's image: valid until the next poll."""
+    """New weights for an engine. `tensors` are views of the follower's host weights: valid until the next poll."""
 
     policy: PolicyRef
     tensors: dict[str, HostTensor]
@@ -79,9 +79,9 @@ class _Course:
     line: str
     head: HeadWatch
     channel: str | None = None
-    image: Image | None = None
+    host: HostWeights | None = None
     served: Manifest | None = None  # the version of the last update
-    patches: Patches = field(default_factory=Patches)  # changes of the image since then
+    patches: Patches = field(default_factory=Patches)  # changes of the host weights since then
     target: Version | None = None  # the head of the line or channel at the last poll
     failed_target: Version | None = None
     looked_at: float = float("-inf")
@@ -140,7 +140,7 @@ class _Reader:
                 self.busy_seconds += time.perf_counter() - self._since
 
 
-class Follower:
+class LineFollower:
     """Any thread may call it; calls run one at a time. `mirror` copies from another region before each look at the own
     store. With `holder`, a lease in the own store keeps the version in use from being collected."""
 
@@ -191,18 +191,18 @@ class Follower:
             return update
 
     def again(self) -> Update | None:
-        """The last update again with all weights, for an engine that could not apply it. The image may be the cause, so
-        every chunk is hashed, and a bad one is read from the store again."""
+        """The last update again with all weights, for an engine that could not apply it. The host weights may be the
+        cause, so every chunk is hashed, and a bad one is read from the store again."""
         with self._lock:
             course, served = self._course, self._course.served
-            if served is None or course.image is None:
+            if served is None or course.host is None:
                 return None
             self._reader.reset()
             began = time.perf_counter()
             try:
-                if not _is(course.image.manifest, served):
-                    restore(self._reader.source, served.version, course.image, course.patches)
-                course.image.heal(served, self._reader.source)
+                if not _is(course.host.manifest, served):
+                    restore(self._reader.source, served.version, course.host, course.patches)
+                course.host.heal(served, self._reader.source)
             except (StorageError, WeightsError) as error:
                 self.problem = f"{served.version} cannot be restored: {error}"
                 return None
@@ -210,13 +210,13 @@ class Follower:
             return self._make_update(served, None, None, {"decode": time.perf_counter() - began})
 
     def lend(self, line: str) -> None:
-        """From the next poll on, follow another line. The image of the own line is kept for `recall`."""
+        """From the next poll on, follow another line. The host weights of the own line are kept for `recall`."""
         with self._lock:
             if self._own is not None:
                 raise WeightsError(f"already lent to {self.lent}", hint="recall it first")
             own, course = self._course, _Course(valid_name(line), HeadWatch(self.store, line, self.form))
-            if own.image is not None and own.served is not None and _is(own.image.manifest, own.served):
-                course.image, course.served = own.image.copy(), own.served  # the other line may share much of it
+            if own.host is not None and own.served is not None and _is(own.host.manifest, own.served):
+                course.host, course.served = own.host.copy(), own.served  # the other line may share much of it
             self._course, self._own = course, own
             self._restoring.reset()
             self._mirroring.reset()
@@ -232,8 +232,8 @@ class Follower:
             self._mirroring.reset()
             course, self.problem = self._course, None
             served = course.served
-            if served is None or course.image is None or not _is(course.image.manifest, served):
-                course.served = None  # the image was between two versions: the next poll gives all weights
+            if served is None or course.host is None or not _is(course.host.manifest, served):
+                course.served = None  # the host weights were between two versions: the next poll gives all weights
                 return None
             self._reader.reset()
             patches = _whole_tensors(lent.served, served)
@@ -286,7 +286,7 @@ class Follower:
         began = time.perf_counter()
         self.problem = self._restore_newest(course, target) or self._mirror_problem
         fetch = self._reader.busy_seconds
-        arrived = course.image.manifest if course.image else None
+        arrived = course.host.manifest if course.host else None
         if arrived is None or _is(arrived, course.served) or (course.channel and arrived.version != target):
             return None  # a follower of a channel serves only the version it points at
         base, patches = course.served, course.patches.take()
@@ -302,9 +302,9 @@ class Follower:
         self, manifest: Manifest, patches: TensorPatches | None, base: PolicyRef | None, seconds: Mapping[str, float]
     ) -> Update:
         course = self._course
-        assert course.image is not None
+        assert course.host is not None
         course.served = manifest
-        tensors, read = dict(course.image.tensors), self._reader.bytes
+        tensors, read = dict(course.host.tensors), self._reader.bytes
         return Update(manifest.policy, tensors, patches, base, read, seconds, manifest.created_at)
 
     def _target(self, course: _Course) -> Version | None:
@@ -331,9 +331,9 @@ class Follower:
         wanted = target
         while True:
             try:
-                if course.image is None:  # made here, so that an interrupted attempt can be continued
-                    course.image = Image(self._reader.source.manifest(wanted).tensors)
-                restore(self._reader.source, wanted, course.image, course.patches)
+                if course.host is None:  # made here, so that an interrupted attempt can be continued
+                    course.host = HostWeights(self._reader.source.manifest(wanted).tensors)
+                restore(self._reader.source, wanted, course.host, course.patches)
                 break
             except (StorageError, WeightsError) as error:
                 failure = failure or error
@@ -349,7 +349,7 @@ class Follower:
             self._restoring.reset()
         course.failed_target = target
         self._restoring.failed()
-        arrived = course.image.manifest if course.image and course.channel is None else None
+        arrived = course.host.manifest if course.host and course.channel is None else None
         serving = arrived or course.served
         return f"{target} cannot be restored, serving {serving.version if serving else 'nothing'}: {failure}"
 
@@ -378,16 +378,16 @@ class Follower:
             self._mirror_problem = None
 
     def _ahead(self, course: _Course) -> Ahead:
-        """Decodes deltas from the image's version while the rest of them is still being copied. If the image then stays
+        """Decodes deltas from the version in memory while the rest of them is still copied. If the weights then stay
         between two versions, the next attempt continues there. Nothing is served before it holds a whole version."""
         failed: set[LegId] = set()
 
         def ahead(leg: Leg, pack: Pack, data: bytes) -> bool:
-            base, image = leg.encoding.base, course.image
-            if image is None or base is None or leg.id in failed or not image.holds(base.digest):
+            base, host = leg.encoding.base, course.host
+            if host is None or base is None or leg.id in failed or not host.holds(base.digest):
                 return False
             try:
-                image.begin(leg, pack, memoryview(data), self._reader.source, course.patches)
+                host.begin(leg, pack, memoryview(data), self._reader.source, course.patches)
             except (StorageError, WeightsError):
                 failed.add(leg.id)  # the restore after the copy finds and reports the same error
                 return False

@@ -1,6 +1,6 @@
 """Patches: the changes between two versions, as lists that an engine writes into its parameters in place.
 
-They are collected while the image moves from version to version, and handed out with the next update. New values are
+They are collected while host weights move from version to version, and handed out with the next update. New values are
 absolute, so writing a patch twice does no harm. If several patches change one element, the last one counts.
 """
 

@@ -14,7 +14,7 @@ from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_byte
 from rollmill.weights.format.object_keys import anchor_key, form_folder, manifest_key, pack_key, valid_name
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.chunks import decode_run, fetch
-from rollmill.weights.reading.host_weights import Image, restore
+from rollmill.weights.reading.host_weights import HostWeights, restore
 from rollmill.weights.reading.read_plan import Leg, LegId, Source, plan_legs
 
 _NUMBER = re.compile(r"\d{10}")
@@ -112,8 +112,8 @@ class WeightStore:
         """The weights of a version, every chunk and the root digest verified."""
         return self.hold(version, form).tensors
 
-    def hold(self, version: Version, form: str = "bf16") -> Image:
-        """Like `load`, as an image that can be brought to other versions."""
+    def hold(self, version: Version, form: str = "bf16") -> HostWeights:
+        """Like `load`, as host weights that can be brought to other versions."""
         return restore(self.source(form), version)
 
     def source(self, form: str = "bf16") -> Source:
@@ -181,27 +181,27 @@ class WeightStore:
 
     def verify(self, line: str, form: str = "bf16") -> Iterator[tuple[Version, bool, str]]:
         """Read and decode everything of a line. Yields for each version whether it is intact, and what is wrong."""
-        image: Image | None = None
+        host: HostWeights | None = None
         for number in self.numbers(line, form):
             version = Version(line, number)
             try:
-                image, note = self._verify_version(self.manifest(version, form), image)
+                host, note = self._verify_version(self.manifest(version, form), host)
                 yield version, True, note
             except (StorageError, WeightsError) as error:
-                image = None
+                host = None
                 yield version, False, error.message
 
-    def _verify_version(self, manifest: Manifest, image: Image | None) -> tuple[Image, str]:
-        """Check every encoding of a version and its anchor. Returns an image of it, and notes."""
+    def _verify_version(self, manifest: Manifest, host: HostWeights | None) -> tuple[HostWeights, str]:
+        """Check every encoding of a version and its anchor. Returns its host weights, and notes."""
         source, notes = self.source(manifest.form), []
-        reached: Image | None = None
+        reached: HostWeights | None = None
         if manifest.delta is not None and manifest.delta.base is not None:
             base = Version(manifest.line, manifest.delta.base.number)
-            if image is None or not image.holds(manifest.delta.base.digest):
-                image = self._hold_or_none(base, manifest.form)
-            if image is not None:
-                image.take(Leg(manifest, "delta"), source)
-                reached = image
+            if host is None or not host.holds(manifest.delta.base.digest):
+                host = self._hold_or_none(base, manifest.form)
+            if host is not None:
+                host.take(Leg(manifest, "delta"), source)
+                reached = host
             else:
                 notes.append(f"delta not checked: its base {base} cannot be restored")
         starts = self._starts(manifest, notes if reached else None)
@@ -209,7 +209,7 @@ class WeightStore:
             raise WeightsError(notes[0].removeprefix("delta not checked: "))
         for start in starts:
             if reached is None:
-                reached = Image(manifest.tensors)
+                reached = HostWeights(manifest.tensors)
                 reached.take(start, source)
             else:
                 _check_start(start, self.read_pack)
@@ -233,7 +233,7 @@ class WeightStore:
         here = None not in sizes_of(self.objects, [pack_key(manifest, pack) for pack in packs])
         return manifest.snapshot is not None and here
 
-    def _hold_or_none(self, version: Version, form: str) -> Image | None:
+    def _hold_or_none(self, version: Version, form: str) -> HostWeights | None:
         try:
             return self.hold(version, form)
         except (StorageError, WeightsError):

@@ -1,6 +1,6 @@
 """Anchors: a region makes its own snapshots from the deltas it has, so that full snapshots need not cross regions.
 
-Order, safe under kill -9 at any point: restore and verify the image of a version, write its packs, then create the
+Order, safe under kill -9 at any point: restore and verify the weights of a version, write its packs, then create the
 anchor. A builder that dies leaves packs that nothing names; the next builder writes them again, or `collect` removes
 them. Two builders make the same packs; the second finds the anchor there.
 """
@@ -14,13 +14,13 @@ from rollmill.storage.parallel import sizes_of
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Anchor, Manifest, layout_of
 from rollmill.weights.format.object_keys import anchor_key, pack_key, valid_name
-from rollmill.weights.reading.host_weights import Image, restore
+from rollmill.weights.reading.host_weights import HostWeights, restore
 from rollmill.weights.reading.weight_store import HeadWatch, WeightStore
 from rollmill.weights.writing.encoder import Encoder, rows_of
 
 
 class AnchorBuilder:
-    """Keeps one image. `poll` raises the errors of the store and of damaged chains; calling it again continues."""
+    """Keeps one version in host memory. `poll` raises the errors of the store and of damaged chains; call it again."""
 
     def __init__(
         self, store: WeightStore, line: str, form: str = "bf16", every: int = 32, threads: int | None = None
@@ -30,7 +30,7 @@ class AnchorBuilder:
         self.store, self.line, self.form, self.every = store, valid_name(line), valid_name(form), every
         self._head = HeadWatch(store, line, form)
         self._encoder = Encoder(store, line, form, threads=threads)
-        self._image: Image | None = None
+        self._host: HostWeights | None = None
         self._done = -1  # all numbers up to this one are done
 
     def poll(self) -> int | None:
@@ -52,17 +52,17 @@ class AnchorBuilder:
         return made
 
     def _make(self, manifest: Manifest) -> bool:
-        image = self._image = restore(self.store.source(self.form), manifest.version, self._image)
+        host = self._host = restore(self.store.source(self.form), manifest.version, self._host)
         rows = rows_of(layout_of(manifest.tensors))
         coded = self._encoder.encode(
-            manifest.number, rows, lambda row: image.tensors[row.tensor].data[row.start : row.stop], None, True
+            manifest.number, rows, lambda row: host.tensors[row.tensor].data[row.start : row.stop], None, True
         )
         assert coded.snapshot is not None
         # digests of the bytes that were coded: memory that went bad after it was verified must not become an anchor
         if [coded.digests[row.place] for row in rows] != [chunk.digest for chunk in manifest.chunks]:
-            self._image = None
+            self._host = None
             raise WeightsError(
-                f"the image of {manifest.version} ({self.form}) changed in memory while it was written",
+                f"the weights of {manifest.version} ({self.form}) changed in memory while it was written",
                 hint="nothing was committed; if it happens again, check the memory of this host",
             )
         anchor = Anchor(

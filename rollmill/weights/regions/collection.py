@@ -34,7 +34,7 @@ _PACK = re.compile(r"(\d{10})-[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectionResult:
     """What was removed, or would be with `dry_run`."""
 
     kept: tuple[int, ...]  # versions
@@ -47,14 +47,14 @@ class Collected:
 
 def collect(
     store: WeightStore, line: str, form: str = "bf16", keep: int = 50, budget: int | None = None, dry_run: bool = False
-) -> Collected:
+) -> CollectionResult:
     """Remove what is not needed. With a `budget` in bytes, fewer than `keep` versions are kept if necessary; the head
     and the versions of channels and leases always stay."""
     if keep < 1:
         raise WeightsError(f"{keep} versions cannot be kept", hint="the head always stays: at least 1")
-    found = _Found(store, line, form)
+    found = _LineObjects(store, line, form)
     if not found.numbers:
-        return Collected((), (), 0, 0, sum(stat.bytes for stat in found.stats.values()), None)
+        return CollectionResult((), (), 0, 0, sum(stat.bytes for stat in found.stats.values()), None)
     # Read last, so that channels and leases that changed during the listing count.
     holds = _holds(store, line, form, found.numbers)
     plan = found.plan(holds, keep)
@@ -66,7 +66,7 @@ def collect(
         found.remove(plan)
     problem = _over_budget(line, plan, budget, holds) if budget is not None and plan.left > budget else None
     abandoned = len(found.abandoned)
-    return Collected(plan.kept, plan.doomed, abandoned, plan.freed, plan.left, problem)
+    return CollectionResult(plan.kept, plan.doomed, abandoned, plan.freed, plan.left, problem)
 
 
 def collect_companions(store: WeightStore, dry_run: bool = False) -> dict[str, int]:
@@ -106,7 +106,7 @@ class _Version(NamedTuple):
     packs: set[str] | None  # keys that its manifest and anchor name; None: one of them is damaged and may name any
 
 
-class _Found:
+class _LineObjects:
     """All objects of a line, by listing."""
 
     def __init__(self, store: WeightStore, line: str, form: str) -> None:

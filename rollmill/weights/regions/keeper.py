@@ -24,7 +24,7 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack
 from rollmill.weights.format.object_keys import valid_name
-from rollmill.weights.reading.line_follower import Copied
+from rollmill.weights.reading.line_follower import CopyResult
 from rollmill.weights.reading.read_plan import LegFailed
 from rollmill.weights.reading.weight_store import WeightStore, newest_line
 from rollmill.weights.regions.anchors import AnchorBuilder
@@ -75,7 +75,7 @@ class _Duty:
         return result
 
 
-class _Repaired(WeightStore):
+class _RepairingStore(WeightStore):
     """The region's own store; damaged objects and missing packs are fetched from the other region. Packs of snapshots
     only with `fetches_snapshots`: mostly they are not copied on purpose, and another path exists."""
 
@@ -130,7 +130,7 @@ class RegionKeeper:
         self._family, self.channels, self._keep = line, tuple(map(valid_name, channels)), keep
         self._anchor_every, self._budget = anchor_every, budget
         self._looked = False
-        self._repaired = _Repaired(self.mirror)
+        self._repaired = _RepairingStore(self.mirror)
         self._anchors = self._anchor_builder()
         self._succeed = _Duty("the lines of the other region cannot be read", _SUCCESSOR_SECONDS)
         self._copy = _Duty("the other region cannot be copied from")
@@ -148,7 +148,7 @@ class RegionKeeper:
         """Do what is due, once."""
         if not self._looked:  # a line that was abandoned long ago must not be copied first
             self._look_for_successor()
-        copied = self._copy.attempt(lambda: self.mirror.copy(self.line, self.form)) or Copied((), 0)
+        copied = self._copy.attempt(lambda: self.mirror.copy(self.line, self.form)) or CopyResult((), 0)
         channels = tuple(filter(None, map(self._bring_channel, self.channels)))
         self._look_for_successor()  # last: a new version does not wait for this round trip
         return Round(

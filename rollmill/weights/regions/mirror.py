@@ -27,7 +27,7 @@ from rollmill.weights.files.companions import copy_companions
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_bytes, parse_manifest
 from rollmill.weights.format.object_keys import anchor_key, manifest_key, pack_key
 from rollmill.weights.reading.channels import Channels, entry_key, parse_entry
-from rollmill.weights.reading.line_follower import Ahead, Copied
+from rollmill.weights.reading.line_follower import Ahead, CopyResult
 from rollmill.weights.reading.read_plan import Leg, LegFailed, LegId, plan_legs
 from rollmill.weights.reading.weight_store import HeadWatch, WeightStore
 
@@ -52,7 +52,7 @@ class Mirror:
         self._accompanied: set[str] = set()  # lines whose companions are in the target, if they have any
         self._channels_there, self._channels_here = Channels(source), Channels(target)
 
-    def copy(self, line: str, form: str = "bf16", number: int | None = None, ahead: Ahead | None = None) -> Copied:
+    def copy(self, line: str, form: str = "bf16", number: int | None = None, ahead: Ahead | None = None) -> CopyResult:
         """Copy a line up to `number`, or up to its head in the source. `ahead` works on packs while others arrive.
 
         Raises the error that stopped it; versions before that have been copied.
@@ -63,7 +63,7 @@ class Mirror:
         newest = head.newest()
         wanted = self._newest_there(there, newest) if number is None else number
         if wanted is None or wanted == newest or self.target.exists(Version(line, wanted), form):
-            return Copied((), 0)
+            return CopyResult((), 0)
         lowest = wanted if number is not None else max(wanted - _DEEPEST, 0 if newest is None else newest + 1)
         versions: list[Version] = []
         copied = 0
@@ -71,7 +71,7 @@ class Mirror:
             versions.append(manifest.version)
             copied += size
             head.learn(manifest.number)
-        return Copied(tuple(versions), copied)
+        return CopyResult(tuple(versions), copied)
 
     def copy_channel(self, name: str, form: str = "bf16") -> Version | None:
         """Copy a channel: the version it points at, then its entries. Returns that version."""
@@ -151,7 +151,7 @@ class Mirror:
         while target >= lowest:
             try:
                 plan = self._plan(there, target, avoid)
-            except _Diverged:
+            except _Divergence:
                 raise
             except WeightsError as error:
                 failure = failure or error
@@ -188,7 +188,7 @@ class Mirror:
                 except (ObjectMissing, WeightsError):
                     return False  # damaged there too
             if here.digest != digest:
-                raise _Diverged(manifest_key(version, there.form), self.target.objects)
+                raise _Divergence(manifest_key(version, there.form), self.target.objects)
             return True
 
         try:
@@ -338,10 +338,10 @@ def _create(objects: Objects, key: str, data: bytes) -> None:
         objects.create(key, data)
     except ObjectExists:
         if objects.get(key) != data:
-            raise _Diverged(key, objects) from None
+            raise _Divergence(key, objects) from None
 
 
-class _Diverged(WeightsError):
+class _Divergence(WeightsError):
     def __init__(self, key: str, objects: Objects) -> None:
         super().__init__(
             f"{key!r} in {objects.url} differs from the one in the other region: the two have diverged",

@@ -21,7 +21,7 @@ import numpy as np
 
 from rollmill.errors import WeightsError
 from rollmill.storage.parallel import Uploads
-from rollmill.weights.format.codings import Coding, Encoded, Goal, encode_difference, encode_full
+from rollmill.weights.format.codings import Coding, EncodedPayload, Goal, encode_difference, encode_full
 from rollmill.weights.format.manifest import (
     Base,
     Encoding,
@@ -71,7 +71,9 @@ class DevicePayloads(NamedTuple):
     """Payloads that were coded elsewhere, such as on a GPU."""
 
     base: str  # the digest of the version that they start from
-    by_place: Mapping[int, Future[Encoded | None]]  # by the first place of a run; None: this encoder shall code it
+    by_place: Mapping[
+        int, Future[EncodedPayload | None]
+    ]  # by the first place of a run; None: this encoder shall code it
 
 
 class DeltaBase(NamedTuple):
@@ -80,7 +82,7 @@ class DeltaBase(NamedTuple):
     base: Base
     digests: Sequence[str]  # of its whole chunk table
     bytes_of: BytesOf | None  # None: the base could not be read back, so chunks are coded whole
-    payloads: Mapping[int, Future[Encoded | None]] = {}  # see `DevicePayloads`
+    payloads: Mapping[int, Future[EncodedPayload | None]] = {}  # see `DevicePayloads`
 
 
 class Part(NamedTuple):
@@ -147,7 +149,7 @@ class Encoder:
         digests: dict[int, str],
         threads: int,
     ) -> Encoding:
-        def code(run: Run) -> tuple[Encoded, list[str]]:
+        def code(run: Run) -> tuple[EncodedPayload, list[str]]:
             early = before.payloads.get(run[0].place)
             encoded = early.result() if early is not None else None
             if encoded is None:
@@ -167,10 +169,10 @@ class Encoder:
                 packs.add(run, encoded.coding, encoded.payload)
         return packs.finish(changed, before.base)
 
-    def _code(self, run: Run, new: BytesOf, before: DeltaBase) -> Encoded:
+    def _code(self, run: Run, new: BytesOf, before: DeltaBase) -> EncodedPayload:
         elements, width = _join(new, run), run[0].width
         if before.bytes_of is None:
-            return Encoded("raw", encode_full(elements, width), elements.size // width)
+            return EncodedPayload("raw", encode_full(elements, width), elements.size // width)
         return encode_difference(_join(before.bytes_of, run), elements, width, self._goal)
 
 

@@ -20,7 +20,7 @@ from rollmill.models.host_tensors import layout_in, load_host, to_host
 from rollmill.models.quantize import dequantise_rows, place
 from rollmill.storage.objects import Objects
 from rollmill.training.loop import Trainer
-from rollmill.training.numerics.frozen_model import Twin
+from rollmill.training.numerics.frozen_model import FrozenModel
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.parallel.many_ranks import ShardedModels, over_ranks
 from rollmill.training.parallel.mesh import Meshes
@@ -273,7 +273,7 @@ def round_twin(world: World, path: Path) -> dict[str, dict[str, Tensor]]:
     found = {}
     for form in ("fp8", "nvfp4", "fp16"):
         parallel = over_ranks(world, Meshes(2, 2, 1, CPU))
-        twin = Twin(parallel, parallel.models.make_model(MODELS["mixture"], form, CPU))
+        twin = FrozenModel(parallel, parallel.models.make_model(MODELS["mixture"], form, CPU))
         twin.load_version(WeightStore(Objects.open(path)), LOADED, "bf16")
         twin.round_to_form()
         own = {name: parallel.rows.local(parameter.detach()) for name, parameter in twin.decoder.named_parameters()}
@@ -285,7 +285,7 @@ def test_a_version_of_another_form_is_rounded_as_by_one_process(tmp_path: Path) 
     publish(tmp_path / "store", make_model("mixture"), "bf16")
     for of_rank in run_ranks(tmp_path / "ranks", 2, round_twin, tmp_path / "store"):
         for form, parameters in of_rank.items():
-            twin = Twin(SINGLE, Decoder(MODELS["mixture"], form=form))
+            twin = FrozenModel(SINGLE, Decoder(MODELS["mixture"], form=form))
             twin.load_version(WeightStore(Objects.open(tmp_path / "store")), LOADED, "bf16")
             twin.round_to_form()
             for name, parameter in twin.decoder.named_parameters():
@@ -295,7 +295,7 @@ def test_a_version_of_another_form_is_rounded_as_by_one_process(tmp_path: Path) 
 def gathered(world: World) -> list[bool]:
     """Whether a parameter is whole here, before a backward pass of a model and after a twin has computed."""
     model, parallel = make_sharded(world, "dense", (2, 1, 1))
-    twin = Twin(parallel, model)
+    twin = FrozenModel(parallel, model)
     parallel.models.initialise(twin.decoder, 1)
     part = make_microbatches(model.config)[0]
     parallel.passes.recompute(model, part, None)

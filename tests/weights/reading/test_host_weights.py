@@ -17,7 +17,7 @@ from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import Manifest, Pack
 from rollmill.weights.reading import chunks as fetch_module
 from rollmill.weights.reading import host_weights as image_module
-from rollmill.weights.reading.host_weights import Image, restore
+from rollmill.weights.reading.host_weights import HostWeights, restore
 from rollmill.weights.reading.patches import Patches
 from rollmill.weights.reading.read_plan import Leg, LegFailed, Source
 from rollmill.weights.regions.anchors import AnchorBuilder
@@ -75,10 +75,10 @@ def copy_of(tensors: Tensors) -> dict[str, HostTensor]:
     return {name: HostTensor(t.dtype, t.shape, t.data.copy()) for name, t in tensors.items()}
 
 
-def patch(engine: dict[str, HostTensor], patches: Patches, image: Image) -> None:
+def patch(engine: dict[str, HostTensor], patches: Patches, host: HostWeights) -> None:
     for name, listed in patches.take().items():
         if listed is None:
-            np.copyto(engine[name].data, image.tensors[name].data)
+            np.copyto(engine[name].data, host.tensors[name].data)
         for start, indices, values in listed or ():
             engine[name].data.view(values.dtype)[start + indices.astype(np.int64)] = values
 
@@ -93,31 +93,31 @@ def test_versions_one_after_the_other(
     versions.append(train_step(versions[-1], 9, share=0.3))  # dense
     versions.append({**versions[-1], "embed.weight": make_tensors(5)["embed.weight"]})  # raw
     counting = publish(tmp_path, versions, goal=goal)
-    image = restore(counting.source, Version("rl", 0))
-    engine, patches = copy_of(image.tensors), Patches()
+    host = restore(counting.source, Version("rl", 0))
+    engine, patches = copy_of(host.tensors), Patches()
     for number in range(1, len(versions)):
-        image.take(delta(counting, number), counting.source, patches)
-        assert image.manifest == counting.store.manifest(Version("rl", number))
-        assert same(image.tensors, versions[number])
-        patch(engine, patches, image)
+        host.take(delta(counting, number), counting.source, patches)
+        assert host.manifest == counting.store.manifest(Version("rl", number))
+        assert same(host.tensors, versions[number])
+        patch(engine, patches, host)
         assert same(engine, versions[number])
     assert not counting.parts, "nothing was repaired"
 
 
-def chunk_of(image: Image, name: str, place: int) -> int:
-    assert image.manifest is not None
-    return [i for i, chunk in enumerate(image.manifest.chunks) if chunk.tensor.name == name][place]
+def chunk_of(host: HostWeights, name: str, place: int) -> int:
+    assert host.manifest is not None
+    return [i for i, chunk in enumerate(host.manifest.chunks) if chunk.tensor.name == name][place]
 
 
 def covering(leg: Leg, index: int) -> int:
     return sum(p.bytes for p in leg.encoding.payloads if p.first <= index < p.first + p.chunks)
 
 
-def flip(image: Image, name: str, place: int) -> int:
-    index = chunk_of(image, name, place)
-    assert image.manifest is not None
-    chunk = image.manifest.chunks[index]
-    image._memory[name][(chunk.start + chunk.stop) // 2] ^= 16
+def flip(host: HostWeights, name: str, place: int) -> int:
+    index = chunk_of(host, name, place)
+    assert host.manifest is not None
+    chunk = host.manifest.chunks[index]
+    host._memory[name][(chunk.start + chunk.stop) // 2] ^= 16
     return index
 
 
@@ -130,35 +130,35 @@ def test_a_flipped_bit_is_repaired_with_only_that_chunks_payloads(tmp_path: Path
         for number in (0, 1, 2):  # collected: only the anchor is left
             (tmp_path / f"weights/rl/bf16/manifests/{number:010d}.manifest").unlink()
             counting.store.forget(Version("rl", number))
-    image = restore(counting.source, Version("rl", 4))
-    index = flip(image, "embed.weight", 3)
+    host = restore(counting.source, Version("rl", 4))
+    index = flip(host, "embed.weight", 3)
     counting.packs.clear()
-    image.take(delta(counting, 5), counting.source)
-    assert same(image.tensors, versions[5])
+    host.take(delta(counting, 5), counting.source)
+    assert same(host.tensors, versions[5])
     assert counting.packs == list(delta(counting, 5).encoding.packs)
     first = counting.store.manifest(Version("rl", 3 if anchored else 0))
     start = Leg(first, "anchor", counting.store.anchor(first.version)) if anchored else Leg(first, "snapshot")
     legs = [start, *(delta(counting, number) for number in range(first.number + 1, 5))]
     assert counting.parts == [(leg.manifest.number, covering(leg, index)) for leg in legs]
-    assert sum(size for _, size in counting.parts) < image.bytes / 8
+    assert sum(size for _, size in counting.parts) < host.bytes / 8
 
 
 def test_a_flipped_bit_that_cannot_be_repaired_waits_for_a_snapshot(tmp_path: Path, pieces: str) -> None:
     versions = history(7)
     counting = publish(tmp_path, versions[:5])
-    image = restore(counting.source, Version("rl", 3))
-    flip(image, "embed.weight", 3)
+    host = restore(counting.source, Version("rl", 3))
+    flip(host, "embed.weight", 3)
     for pack in (tmp_path / "weights/rl/bf16/packs").glob("0000000000-*"):
         pack.unlink()
     with pytest.raises(LegFailed, match=r"embed.weight went bad in memory and cannot be read again"):
-        restore(counting.source, Version("rl", 4), image)
-    assert image.manifest is None and not image.holds(counting.store.manifest(Version("rl", 3)).digest)
+        restore(counting.source, Version("rl", 4), host)
+    assert host.manifest is None and not host.holds(counting.store.manifest(Version("rl", 3)).digest)
     publisher = Publisher(counting.store, "rl")
     publisher.resume()
     assert publisher.problem  # the trainer cannot read it back either, so the next version is a snapshot
     publisher.publish(5, versions[5])
     publisher.publish(6, versions[6])
-    assert same(restore(counting.source, Version("rl", 6), image).tensors, versions[6])
+    assert same(restore(counting.source, Version("rl", 6), host).tensors, versions[6])
 
 
 def swapped(leg: Leg) -> Leg:
@@ -174,14 +174,14 @@ def swapped(leg: Leg) -> Leg:
 def test_payloads_that_are_swapped_change_nothing(tmp_path: Path, pieces: str, goal: str) -> None:
     versions = history(3)
     counting = publish(tmp_path, versions, goal=goal)
-    image = restore(counting.source, Version("rl", 1))
+    host = restore(counting.source, Version("rl", 1))
     with pytest.raises(LegFailed, match="the delta of rl@2"):
-        image.take(swapped(delta(counting, 2)), counting.source)
-    assert same(image.tensors, versions[1]), "the first payload was wrong, and its changes were undone"
-    assert image.manifest is not None and image.manifest.number == 1
+        host.take(swapped(delta(counting, 2)), counting.source)
+    assert same(host.tensors, versions[1]), "the first payload was wrong, and its changes were undone"
+    assert host.manifest is not None and host.manifest.number == 1
     assert not counting.parts, "the leg is at fault, so memory is not checked"
-    image.take(delta(counting, 2), counting.source)
-    assert same(image.tensors, versions[2])
+    host.take(delta(counting, 2), counting.source)
+    assert same(host.tensors, versions[2])
 
 
 class Cut(BaseException):
@@ -206,22 +206,22 @@ def test_a_leg_interrupted_anywhere_can_be_continued(
 ) -> None:
     versions = history(3)
     counting = publish(tmp_path, versions)
-    owner: Any = {"_take_payload": Image, "copyto": np}.get(where, image_module)
+    owner: Any = {"_take_payload": HostWeights, "copyto": np}.get(where, image_module)
     place, cuts = 0, 0
     while True:
-        image = restore(counting.source, Version("rl", 0))
-        engine, patches = copy_of(image.tensors), Patches()
+        host = restore(counting.source, Version("rl", 0))
+        engine, patches = copy_of(host.tensors), Patches()
         with monkeypatch.context() as context:
             context.setattr(owner, where, cut_at(getattr(owner, where), place))
             try:
                 for number in (1, 2):
-                    image.take(delta(counting, number), counting.source, patches)
+                    host.take(delta(counting, number), counting.source, patches)
                 break
             except Cut:
                 cuts += 1
-        restore(counting.source, Version("rl", 2), image, patches)
-        assert same(image.tensors, versions[2])
-        patch(engine, patches, image)
+        restore(counting.source, Version("rl", 2), host, patches)
+        assert same(host.tensors, versions[2])
+        patch(engine, patches, host)
         assert same(engine, versions[2])
         place += 1
     assert cuts >= 2 or (where == "copyto" and pieces == "alone")
@@ -230,17 +230,17 @@ def test_a_leg_interrupted_anywhere_can_be_continued(
 def test_damage_is_found_before_anything_changes_when_a_leg_fits_into_memory(tmp_path: Path, pieces: str) -> None:
     versions = history(2)
     counting = publish(tmp_path, versions)
-    image = restore(counting.source, Version("rl", 0))
+    host = restore(counting.source, Version("rl", 0))
     packs = delta(counting, 1).encoding.packs
     last = tmp_path / f"weights/rl/bf16/packs/0000000001-{packs[-1].digest}"
     whole = last.read_bytes()
     last.write_bytes(whole[:-1])
     with pytest.raises(LegFailed, match="is truncated"):
-        image.take(delta(counting, 1), counting.source)
-    assert image.manifest is not None and image.manifest.number == 0 and same(image.tensors, versions[0])
+        host.take(delta(counting, 1), counting.source)
+    assert host.manifest is not None and host.manifest.number == 0 and same(host.tensors, versions[0])
     last.write_bytes(whole)
-    image.take(delta(counting, 1), counting.source)
-    assert same(image.tensors, versions[1])
+    host.take(delta(counting, 1), counting.source)
+    assert same(host.tensors, versions[1])
 
 
 def test_a_large_leg_is_read_in_groups_and_can_be_continued(
@@ -252,43 +252,43 @@ def test_a_large_leg_is_read_in_groups_and_can_be_continued(
     manifest = counting.store.manifest(Version("rl", 1))
     packs = Leg(manifest, "snapshot").encoding.packs
     assert sum(pack.bytes for pack in packs) > 3 * 16_000
-    image = restore(counting.source, Version("rl", 0))
+    host = restore(counting.source, Version("rl", 0))
     last = tmp_path / f"weights/rl/bf16/packs/0000000001-{packs[-1].digest}"
     whole = last.read_bytes()
     last.unlink()
     with pytest.raises(LegFailed, match="no object"):
-        image.take(Leg(manifest, "snapshot"), counting.source)
-    assert image.manifest is None, "part of it is already new"
+        host.take(Leg(manifest, "snapshot"), counting.source)
+    assert host.manifest is None, "part of it is already new"
     last.write_bytes(whole)
     counting.packs.clear()
-    image.take(Leg(manifest, "snapshot"), counting.source)
-    assert same(image.tensors, versions[1])
+    host.take(Leg(manifest, "snapshot"), counting.source)
+    assert same(host.tensors, versions[1])
     assert 0 < len(counting.packs) < len(packs), "packs that were applied are not read again"
 
 
 def test_going_back_from_the_middle_of_a_leg(tmp_path: Path, pieces: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = history(2)
     counting = publish(tmp_path, versions)
-    image = restore(counting.source, Version("rl", 0))
+    host = restore(counting.source, Version("rl", 0))
     with monkeypatch.context() as context:
-        context.setattr(Image, "_take_payload", cut_at(Image._take_payload, 2))
+        context.setattr(HostWeights, "_take_payload", cut_at(HostWeights._take_payload, 2))
         with pytest.raises(Cut):
-            image.take(delta(counting, 1), counting.source)
-    assert image.manifest is None and not same(image.tensors, versions[0])
-    assert same(restore(counting.source, Version("rl", 0), image).tensors, versions[0])
+            host.take(delta(counting, 1), counting.source)
+    assert host.manifest is None and not same(host.tensors, versions[0])
+    assert same(restore(counting.source, Version("rl", 0), host).tensors, versions[0])
 
 
 def test_healing_and_copies(tmp_path: Path, pieces: str) -> None:
     versions = history(3)
     counting = publish(tmp_path, versions)
-    image = restore(counting.source, Version("rl", 1))
-    twin = image.copy()
+    host = restore(counting.source, Version("rl", 1))
+    twin = host.copy()
     twin.take(delta(counting, 2), counting.source)
-    assert same(twin.tensors, versions[2]) and same(image.tensors, versions[1])
-    assert image.manifest is not None and image.heal(image.manifest, counting.source) == 0
-    flip(image, "layers.1.experts", 0)
-    flip(image, "embed.weight", 1)
-    assert image.heal(image.manifest, counting.source) == 2
-    assert same(image.tensors, versions[1])
+    assert same(twin.tensors, versions[2]) and same(host.tensors, versions[1])
+    assert host.manifest is not None and host.heal(host.manifest, counting.source) == 0
+    flip(host, "layers.1.experts", 0)
+    flip(host, "embed.weight", 1)
+    assert host.heal(host.manifest, counting.source) == 2
+    assert same(host.tensors, versions[1])
     with pytest.raises(ValueError, match="read-only"):
-        image.tensors["scale"].data[0] = 1
+        host.tensors["scale"].data[0] = 1

@@ -12,7 +12,7 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Follower, Publisher, Update, WeightStore
+from rollmill.weights import LineFollower, Publisher, Update, WeightStore
 from rollmill.weights.reading.leases import Leases
 from tests.storage.serving import served
 from tests.weights.build import history, make_tensors, same, train_step
@@ -35,7 +35,7 @@ def lines(path: Path, number: int = 3) -> tuple[list, list, Publisher]:
 
 def test_a_lent_engine_returns_without_a_store(tmp_path: Path) -> None:
     versions, trained, production = lines(tmp_path / "store")
-    follower = Follower(WeightStore(Objects.open(tmp_path / "store")), "prod")
+    follower = LineFollower(WeightStore(Objects.open(tmp_path / "store")), "prod")
     first = poll(follower)
     engine = copy_of(first.tensors)
     follower.lend("rl")
@@ -68,7 +68,7 @@ def test_lending_to_a_line_of_another_shape_or_to_none(tmp_path: Path) -> None:
     store = WeightStore(Objects.open(tmp_path))
     wide = make_tensors(3, {"embed.weight": (300, 128)})
     Publisher(store, "wide").publish(0, wide)
-    follower = Follower(store, "prod")
+    follower = LineFollower(store, "prod")
     first = poll(follower)
     follower.lend("wide")
     update = poll(follower)
@@ -85,7 +85,7 @@ def test_a_recall_in_the_middle_of_a_broken_lending(tmp_path: Path) -> None:
     versions, _, _ = lines(tmp_path)
     for pack in (tmp_path / "weights/rl/bf16/packs").iterdir():
         pack.write_bytes(b"")
-    follower = Follower(WeightStore(Objects.open(tmp_path)), "prod")
+    follower = LineFollower(WeightStore(Objects.open(tmp_path)), "prod")
     first = poll(follower)
     follower.lend("rl")
     assert follower.poll() is None and follower.current == first.policy
@@ -101,7 +101,7 @@ def held(path: Path, line: str) -> dict[str, int]:
 def test_leases_hold_the_served_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions, _, production = lines(tmp_path)
     store = WeightStore(Objects.open(tmp_path))
-    follower = Follower(store, "prod", holder="engine-1", about={"region": "eu"})
+    follower = LineFollower(store, "prod", holder="engine-1", about={"region": "eu"})
     poll(follower)
     (lease,) = Leases(store.objects, "prod").held()
     assert (lease.holder, lease.number, lease.about["region"]) == ("engine-1", 2, "eu")
@@ -127,7 +127,7 @@ def test_leases_hold_the_served_version(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_lease_that_cannot_be_written_is_reported_and_does_not_stop_it(tmp_path: Path) -> None:
     versions, _, _ = lines(tmp_path)
-    follower = Follower(WeightStore(Objects.open(tmp_path)), "prod", holder="engine-1")
+    follower = LineFollower(WeightStore(Objects.open(tmp_path)), "prod", holder="engine-1")
     (tmp_path / "weights/prod/bf16/leases").write_text("in the way of a folder")
     update = poll(follower)
     assert same(update.tensors, versions[2])
@@ -143,7 +143,7 @@ def test_no_lease_is_written_over_http(tmp_path: Path) -> None:
         objects = Objects.open(url)
         with pytest.raises(StorageError):
             Leases(objects, "prod").hold("engine-1", 2, 10)
-        follower = Follower(WeightStore(objects), "prod", holder="engine-1")
+        follower = LineFollower(WeightStore(objects), "prod", holder="engine-1")
         update: Update = poll(follower)
         assert same(update.tensors, versions[2]) and follower.problem is None
         follower.close()
@@ -151,7 +151,7 @@ def test_no_lease_is_written_over_http(tmp_path: Path) -> None:
 
 def test_waiting_ends_when_the_next_version_exists(tmp_path: Path) -> None:
     versions, _, production = lines(tmp_path)
-    follower = Follower(WeightStore(Objects.open(tmp_path)), "prod")
+    follower = LineFollower(WeightStore(Objects.open(tmp_path)), "prod")
     poll(follower)
     production.publish(3, versions[3])
     began = time.monotonic()

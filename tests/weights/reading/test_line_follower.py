@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Channels, Follower, HostTensor, Publisher, Tensors, Update, WeightStore
+from rollmill.weights import Channels, HostTensor, LineFollower, Publisher, Tensors, Update, WeightStore
 from rollmill.weights.reading import line_follower as follower_module
 from rollmill.weights.reading.patches import Patches
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same
@@ -22,11 +22,11 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower_module, "_RETRY_SECONDS", (0.001, 0.001))
 
 
-def follow(path: Path, line: str = "rl") -> Follower:
-    return Follower(WeightStore(Objects.open(path)), line)
+def follow(path: Path, line: str = "rl") -> LineFollower:
+    return LineFollower(WeightStore(Objects.open(path)), line)
 
 
-def poll(follower: Follower) -> Update:
+def poll(follower: LineFollower) -> Update:
     time.sleep(0.002)  # longer than the back-off
     update = follower.poll()
     assert update is not None, follower.problem
@@ -233,7 +233,7 @@ def test_patches_are_bounded(tmp_path: Path) -> None:
     assert same(engine, versions[3])
 
 
-def bad_memory(follower: Follower, name: str) -> None:
+def bad_memory(follower: LineFollower, name: str) -> None:
     assert follower._course.image is not None
     follower._course.image._memory[name][7] ^= 16
 

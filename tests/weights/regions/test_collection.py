@@ -7,7 +7,7 @@ import pytest
 from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Channels, Follower, Publisher, WeightStore
+from rollmill.weights import Channels, LineFollower, Publisher, WeightStore
 from rollmill.weights.format.object_keys import manifest_key, pack_prefix
 from rollmill.weights.reading.leases import Leases
 from rollmill.weights.regions.anchors import AnchorBuilder
@@ -54,7 +54,7 @@ def test_the_last_versions_and_their_chains_stay(tmp_path: Path, store: WeightSt
     assert (before - done.freed, after) == (after - len(b"now"), done.bytes)
     assert collect(store, "rl", keep=2).removed == ()
     # publishing and following continue
-    publisher, follower = Publisher(WeightStore(store.objects), "rl", snapshot_every=4), Follower(store, "rl")
+    publisher, follower = Publisher(WeightStore(store.objects), "rl", snapshot_every=4), LineFollower(store, "rl")
     publisher.publish(12, train_step(versions[11], 12))
     follower.poll()
     assert follower.current is not None and follower.current.number == 12
@@ -116,7 +116,7 @@ def test_leases_hold_their_version_and_all_after_it(tmp_path: Path, store: Weigh
     leases.hold("engine", 5, 60)
     leases.hold("gone", 1, 60)
     os.utime(tmp_path / "weights/rl/bf16/leases/gone.json", (1e9, 1e9))
-    follower = Follower(WeightStore(store.objects), "rl")
+    follower = LineFollower(WeightStore(store.objects), "rl")
     assert collect(store, "rl", keep=1).kept == tuple(range(4, 12))
     check(store, versions, list(range(4, 12)))
     leases.hold("engine", 40, 60)  # ahead of the head in this store

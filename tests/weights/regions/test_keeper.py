@@ -12,7 +12,7 @@ from rollmill import telemetry
 from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Channels, Follower, Publisher, WeightStore
+from rollmill.weights import Channels, LineFollower, Publisher, WeightStore
 from rollmill.weights.regions import keeper as region_module
 from rollmill.weights.regions.keeper import RegionKeeper
 from tests.storage.serving import new_bucket, port_of, s3_options, s3_server, served
@@ -50,7 +50,7 @@ def test_a_region_keeps_up_makes_anchors_and_collects(tmp_path: Path) -> None:
     assert WeightStore(away).numbers("rl")[0] >= 8  # the first snapshot and the versions after it were collected
     assert WeightStore(home).numbers("rl") == list(range(14))
     assert all(ok for _, ok, _ in WeightStore(away).verify("rl"))
-    fresh = Follower(WeightStore(away), "rl").poll()  # an engine that starts now reads nothing from home
+    fresh = LineFollower(WeightStore(away), "rl").poll()  # an engine that starts now reads nothing from home
     assert fresh is not None and same(fresh.tensors, versions[13])
 
 

@@ -7,7 +7,7 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.object_server import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Channels, Follower, Mirror, Publisher, WeightStore
+from rollmill.weights import Channels, LineFollower, Mirror, Publisher, WeightStore
 from rollmill.weights.format.object_keys import pack_key
 from rollmill.weights.reading import line_follower as follower_module
 from rollmill.weights.regions import mirror as transfer_module
@@ -22,9 +22,9 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower_module, "_RETRY_SECONDS", (0.001, 0.001))
 
 
-def away_follower(url: str, path: Path) -> Follower:
+def away_follower(url: str, path: Path) -> LineFollower:
     own = Objects.open(path)
-    return Follower(WeightStore(own), "rl", mirror=Mirror(Objects.open(url), own))
+    return LineFollower(WeightStore(own), "rl", mirror=Mirror(Objects.open(url), own))
 
 
 def test_an_engine_in_another_region_follows_over_http(tmp_path: Path) -> None:

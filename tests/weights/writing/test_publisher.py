@@ -9,7 +9,7 @@ import pytest
 from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Follower, HostTensor, Publisher, WeightStore
+from rollmill.weights import HostTensor, LineFollower, Publisher, WeightStore
 from rollmill.weights.format.codings import Goal
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.weight_store import newest_line
@@ -345,7 +345,7 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
         versions = history(30)
         store = WeightStore(Objects.open(small))
         publisher = Publisher(store, "rl")
-        follower = Follower(WeightStore(Objects.open(small)), "rl")
+        follower = LineFollower(WeightStore(Objects.open(small)), "rl")
         with pytest.raises(StorageError) as caught:
             for number, tensors in enumerate(versions):
                 publisher.publish(number, tensors)
