@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 
 _MOST_TEXT = 20_000  # characters of one text in an event
 _MOST_DEPTH = 16
+_MOST_WARNED = 1000
 _TAIL_BYTES = 1 << 16
 _RENAMED = {"midtrain_step": "document_step"}  # kinds as older runs wrote them
 _LOGGED = {  # kind → the fields that a log shows
@@ -32,6 +34,8 @@ _file: BinaryIO | None = None
 _log = False
 _process = "main"
 _labels: dict[str, str] = {}
+_REPEAT_S = 60.0  # a warning is written again after this time
+_warned: dict[str, float] = {}  # text of a warning without its numbers → when it was written
 
 
 def open_events(directory: Path, process: str, *, log: bool = False) -> None:
@@ -39,6 +43,7 @@ def open_events(directory: Path, process: str, *, log: bool = False) -> None:
     prints those that tell what it does."""
     global _file, _log, _process
     _log = log
+    _warned.clear()
     directory.mkdir(parents=True, exist_ok=True)
     if _file is not None:
         _file.close()
@@ -57,7 +62,7 @@ def label_events(**labels: str) -> None:
 
 def emit(kind: str, /, **fields: Any) -> None:
     """Write one event. It never raises: events are for people, and losing one must not stop work."""
-    if _file is None:
+    if _file is None or (kind == "warning" and _is_repeated(fields.get("text"))):
         return
     event: dict[str, Any] = {"at": time.time(), "process": _process, "kind": kind, **_labels}
     try:
@@ -68,6 +73,17 @@ def emit(kind: str, /, **fields: Any) -> None:
         _file.write(line.encode() + b"\n")
         if _log and kind in _LOGGED:
             print(kind, *(f"{name}={fields[name]}" for name in _LOGGED[kind] if fields.get(name) is not None))
+
+
+def _is_repeated(text: object) -> bool:
+    """Whether a warning was written a short time ago, with the same or with other numbers. It would hide others."""
+    cause, now = re.sub(r"\d+", "", text) if isinstance(text, str) else "", time.monotonic()
+    if now - _warned.get(cause, -math.inf) < _REPEAT_S:
+        return True
+    if len(_warned) > _MOST_WARNED:
+        _warned.clear()
+    _warned[cause] = now
+    return False
 
 
 @contextlib.contextmanager

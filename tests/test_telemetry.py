@@ -229,3 +229,14 @@ def test_fields_found_only_by_running_are_declared() -> None:
     assert step.keys() <= EVENTS["step"].fields.keys(), MEND
     document_step = {**RouterMeasures().load_figures(), **update}
     assert document_step.keys() <= EVENTS["document_step"].fields.keys(), MEND
+
+
+def test_a_warning_is_repeated_at_most_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry.open_events(tmp_path, "trainer")
+    for step in range(3):
+        telemetry.emit("warning", step=step, text=f"groups_missing is {step + 1}, above 0: the step ran short")
+        telemetry.emit("warning", step=step, text="the disk is slow")
+    monkeypatch.setattr(telemetry, "_REPEAT_S", 0.0)
+    telemetry.emit("warning", step=3, text="groups_missing is 4, above 0: the step ran short")
+    steps = [(event["step"], event["text"][:14]) for event in telemetry.read_events(tmp_path)]
+    assert steps == [(0, "groups_missing"), (0, "the disk is sl"), (3, "groups_missing")]

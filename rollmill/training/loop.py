@@ -207,17 +207,15 @@ class Trainer(Generic[Batch]):
         self._bad_steps = 0 if math.isfinite(update.grad_norm) and update.kept == 1 else self._bad_steps + 1
         again = self.step in self._published
         metadata = {} if update.applied else {"unchanged": _why_unchanged(update)}
-        save = self.step % self._config.checkpoint_every == 0
-        if not self._write(metadata, save):
+        if not self._write(metadata, save=self.step % self._config.checkpoint_every == 0):
             self._fork(f"step {self.step}, run again, gave other weights than it was published with")
             return
         self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
         self._check_numbers(update, again)
 
     def _sampled(self, batch: Batch) -> TokenSample | None:
-        if not self._objective.most_drift:
-            return None
-        return self._objective.sampled(self._model, batch, self._parallel.passes)
+        measures, passes = self._objective.most_drift > 0, self._parallel.passes
+        return self._objective.sampled(self._model, batch, passes) if measures else None
 
     def _guarded(self, batch: Batch, before: TokenSample, update: Update) -> Update:
         """Take an update that moves the policy too far back, by halves. Collective."""

@@ -21,16 +21,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 BEATS = 10  # in `patience`
 
 
 @contextlib.contextmanager
-def watching(store: dist.Store, rank: int, size: int, patience: float) -> Iterator[None]:
+def watching(
+    store: dist.Store, rank: int, size: int, patience: float, groups: Sequence[dist.ProcessGroup]
+) -> Iterator[None]:
+    """`groups`: those that this rank is in, in the order in which all ranks made them."""
     ended = threading.Event()
     own: Any = store  # torch's stubs do not know `clone`: a connection of its own
-    arguments = (own.clone(), rank, size, patience, ended)
+    arguments = (own.clone(), rank, size, patience, groups, ended)
     threading.Thread(target=_watch, args=arguments, name="hangs", daemon=True).start()
     try:
         yield
@@ -49,13 +51,20 @@ def late_ranks(begun: Sequence[Mapping[str, int]]) -> list[int]:
     return sorted(late - waiting or late)
 
 
-def _watch(store: dist.Store, rank: int, size: int, patience: float, ended: threading.Event) -> None:
+def _watch(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    patience: float,
+    groups: Sequence[dist.ProcessGroup],
+    ended: threading.Event,
+) -> None:
     keys = [f"begun/{each}" for each in range(size)]
     seen: list[bytes] = []
     since = time.monotonic()
     while not ended.wait(patience / BEATS):
         try:
-            store.set(keys[rank], json.dumps(_begun()))
+            store.set(keys[rank], json.dumps(_begun(groups)))
             found = store.multi_get(keys)
         except RuntimeError:  # the rank that has the store is gone: its connections tell
             continue
@@ -65,12 +74,12 @@ def _watch(store: dist.Store, rank: int, size: int, patience: float, ended: thre
             _end(rank, late, patience)
 
 
-def _begun() -> dict[str, int]:
+def _begun(groups: Sequence[Any]) -> dict[str, int]:
+    """torch has no public names for the devices of a group and for its number of collectives."""
     counts = {}
-    groups: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())
-    for group, name in groups:
+    for number, group in enumerate(groups):
         for device in group._device_types:
-            key = f"{name} of {dist.get_process_group_ranks(group)} on {device.type}"
+            key = f"{number} of {dist.get_process_group_ranks(group)} on {device.type}"
             counts[key] = group._get_backend(device)._get_sequence_number_for_group()
     return counts
 

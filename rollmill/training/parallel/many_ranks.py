@@ -122,5 +122,6 @@ def join_ranks(name: str, device: torch.device, config: TrainingConfig, environm
 
 
 def over_ranks(world: World, meshes: Meshes) -> Parallelism:
+    world.groups += meshes.groups
     models = ShardedModels(world, meshes)
     return Parallelism(world, models, models, models)

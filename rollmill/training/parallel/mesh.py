@@ -9,6 +9,7 @@ replica × expert    rank = replica · expert size + expert. Experts are sharded
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -24,3 +25,8 @@ class Meshes:
         self.experts: DeviceMesh = init_device_mesh(
             device.type, (ranks // expert, expert), mesh_dim_names=("replica", "expert")
         )
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of this rank."""
+        return [group for mesh in (self.all, self.tokens, self.experts) for group in mesh.get_all_groups()]

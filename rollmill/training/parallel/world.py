@@ -34,6 +34,8 @@ class World:
         self.rank = rank
         self.size = size
         self._store, self._patience = store, patience
+        # of this rank, in the order in which all ranks made them: hangs are looked for in these
+        self.groups: list[dist.ProcessGroup] = [dist.group.WORLD] if dist.group.WORLD is not None else []
 
     @property
     def first(self) -> bool:
@@ -73,7 +75,7 @@ class World:
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a rank that hangs ends all ranks within the patience, and is named (hangs.py)."""
-        return watching(self._store, self.rank, self.size, self._patience.total_seconds())
+        return watching(self._store, self.rank, self.size, self._patience.total_seconds(), self.groups)
 
     def all(self, value: bool) -> bool:
         """Whether it is true on every rank."""
