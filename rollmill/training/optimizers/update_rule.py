@@ -58,7 +58,7 @@ class UpdateRule(ABC):
     def take_back(self, lr: float, kept: float, keep: float, updates: int) -> None:
         """Reduce the last update of the masters from the share `kept` to the share `keep`. The moments stay."""
 
-    def remember(self, revocable: bool) -> None:  # noqa: B027
+    def remember(self, revocable: bool) -> None:
         """Called before each update. `revocable`: `take_back` may follow it."""
 
     def clip(self, norm: Tensor) -> float:
