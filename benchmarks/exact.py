@@ -212,8 +212,6 @@ def _figures(cell: Cell, found: dict[str, Measured]) -> dict[str, float]:
             f"differing_{mode}": int((deltas != 0).sum()),
             f"k3_{mode}": float(np.mean(np.expm1(deltas) - deltas)),
         }
-        for name, values in (("engine", measured.rates), ("step", measured.steps)):
-            print(f"{cell.name} {name} {mode}: {', '.join(f'{value:.4g}' for value in values)}")
     figures["engine_slowdown"] = figures["engine_fast"] / figures["engine_exact"]
     figures["step_slowdown"] = figures["step_exact_s"] / figures["step_fast_s"]
     return {f"{cell.name}_{name}": value for name, value in figures.items()}

@@ -184,7 +184,7 @@ def litellm_program() -> str | None:
 async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figures, dict[str, Any]]:
     write_texts(directory)
     seconds = 3.0 if arguments.quick else 10.0
-    litellm = None if arguments.streams else arguments.litellm or litellm_program()
+    litellm = None if arguments.streams else litellm_program()
     fsync_ms = statistics.median(fsync_seconds(directory, 50)) * 1000
     figures: Figures = {"fsync_ms": fsync_ms, "load_before": os.getloadavg()[0]}
     bars: dict[str, Any] = {}
@@ -280,7 +280,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shorter runs, 200 streams once")
     parser.add_argument("--streams", action="store_true", help="only 2,000 streams, held for ten minutes")
-    parser.add_argument("--litellm", help="program of LiteLLM with its proxy; else it is installed into build/")
     parser.add_argument("--workers", type=int, default=1, help="worker processes of our gateway")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gateway-") as directory:

@@ -202,7 +202,7 @@ def theirs(shape: models.Shape, device: str, *, liger: bool = False, compile: Li
 
 def sides(shape: models.Shape, device: str, *, peers: bool, variants: bool) -> dict[str, Callable[[], Step]]:
     """Ours in one pass over all tokens, the peers, and ours with other settings."""
-    whole, quarter = (max(shape.tokens // parts, shape.length) for parts in (1, 4))
+    whole = max(shape.tokens, shape.length)
     found: dict[str, Callable[[], Step]] = {"ours": lambda: ours(shape, device, whole)}
     if peers and models.has("transformers"):
         found["transformers"] = lambda: theirs(shape, device)
@@ -213,7 +213,6 @@ def sides(shape: models.Shape, device: str, *, peers: bool, variants: bool) -> d
             "ours, ragged": lambda: ours(shape, device, whole, ragged=True),
             "ours, ragged, same bits": lambda: ours(shape, device, whole, ragged=True, deterministic=True),
             "ours, MLPs kept": lambda: ours(shape, device, whole, recompute_mlp=False),
-            "ours, 4 micro-batches": lambda: ours(shape, device, quarter),
             "ours, layers recomputed": lambda: ours(shape, device, whole, recompute_every=1),
             "ours, fp8": lambda: ours(shape, device, whole, form="fp8"),
             "ours, nvfp4": lambda: ours(shape, device, whole, form="nvfp4"),

@@ -78,8 +78,6 @@ def size_figures(measured: dict[tuple[str, str], dict[str, float]]) -> tuple[Fig
         "fast_over_gaps_absolute": min(sizes[PULSE] / sizes["fast"] for sizes in reference),
         "small_over_xor": min(sizes[XOR] / sizes["small"] for sizes in reference),
         "small_over_independent_bound": min(sizes["independent bound"] / sizes["small"] for sizes in reference),
-        "fast_ratio": min(sizes["full"] / sizes["fast"] for sizes in reference),
-        "small_ratio": min(sizes["full"] / sizes["small"] for sizes in reference),
     }
     at_any_rate = min(sizes[XOR] / sizes["small"] for sizes in measured.values())
     bars = {

@@ -185,7 +185,6 @@ class Measured:
     whole_seconds: float = 0.0
     snapshot_seconds: float = 0.0
     snapshot_bytes: int = 0
-    snapshot_stages: dict[str, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)  # per delta, until the last region serves it
     delta_bytes: list[int] = field(default_factory=list)
     density: list[float] = field(default_factory=list)
@@ -232,7 +231,6 @@ def _run(regions: list[Child], objects: Objects, mebibytes: int, law: Law, versi
         slowest = max(answers, key=lambda answer: answer["at"])["seconds"] | {"publish": manifest.created_at - called}
         if number == 0:
             result.snapshot_seconds, result.snapshot_bytes = served - called, manifest.bytes
-            result.snapshot_stages = slowest
             continue
         result.seconds.append(served - called)
         result.delta_bytes.append(manifest.bytes)
@@ -272,7 +270,6 @@ def report(result: Measured) -> None:
     delta = (f"{np.mean(result.delta_bytes) / 1e6:.2f}", f"{np.median(result.seconds):.2f}", spread)
     table.add_row(f"delta ({100 * np.mean(result.density):.2f} % changed)", *delta, f"{result.sooner:.1f}")
     Console().print(table)
-    print("of the snapshot: " + ", ".join(f"{name} {result.snapshot_stages[name]:.2f} s" for name in _STAGES))
     print("of a delta: " + ", ".join(f"{name} {np.median(values):.2f} s" for name, values in result.stages.items()))
 
 
