@@ -44,6 +44,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.gateway_parts import GatewayInputs
 from rollmill.gateway.workers import Workers
 from rollmill.launch.gateway_workers import BACKLOG, run_workers
 from rollmill.launch.roles.gateway import prepare_process
@@ -263,7 +264,8 @@ def serve(port: int, engine: str, directory: Path, count: int) -> None:
         config = GatewayConfig(engine_requests=4096, queue_requests=4096)
         endpoints = [EngineEndpoint(engine, "home")]
         log = directory / "gateway"
-        app = make_app(config, form, tokenizer, endpoints, trajectories, objects, log, ADMIN, KEY, workers=workers)
+        given = GatewayInputs(config, form, tokenizer, trajectories, objects, log, ADMIN, endpoints, KEY)
+        app = make_app(given, workers)
         prepare_process()
         return app
 

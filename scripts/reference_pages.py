@@ -224,7 +224,7 @@ def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _routes_in(tree: ast.Module) -> Iterator[tuple[str, ...]]:
-    from rollmill.gateway.wire.openapi import read_docstring
+    from rollmill.gateway.openapi import read_docstring
 
     handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
@@ -244,8 +244,9 @@ def gateway_document() -> dict[str, Any]:
     from rollmill.demo.tokenizer import demo_tokenizer
     from rollmill.gateway.app import make_app
     from rollmill.gateway.config import GatewayConfig
+    from rollmill.gateway.gateway_parts import GatewayInputs
+    from rollmill.gateway.openapi import document
     from rollmill.gateway.routing.fleet import Fleet
-    from rollmill.gateway.wire.openapi import document
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
     from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -256,7 +257,8 @@ def gateway_document() -> dict[str, Any]:
         database, objects = open_database(f"sqlite:///{directory}/mill.db"), Objects.open(directory / "store")
         stores = TrajectoryStore(database, objects), objects, directory / "gateway"
         fleet = Fleet(database, "run", "token")
-        return document(make_app(GatewayConfig(), format_of(tokenizer), tokenizer, [], *stores, "admin", fleet=fleet))
+        given = GatewayInputs(GatewayConfig(), format_of(tokenizer), tokenizer, *stores, "admin", fleet=fleet)
+        return document(make_app(given))
 
 
 # --- metrics.md

@@ -13,7 +13,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.dashboard.conversation import Decode
 from rollmill.errors import ConfigError, StorageError
 from rollmill.feedback.collect import PRODUCTION
-from rollmill.gateway.sessions.registry import read_open_session
+from rollmill.gateway.recording.replaying import read_open_session
 from rollmill.runs.opening import open_run
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database

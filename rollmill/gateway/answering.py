@@ -24,19 +24,18 @@ from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.recording.entries import encode_incomplete, encode_open, encode_response, encode_turn
 from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.routing.answer_builder import AnswerBuilder
 from rollmill.gateway.routing.router import Router
 from rollmill.gateway.sessions.causes import declares_outcome, read_declared
 from rollmill.gateway.sessions.flights import AnswerCut, Flight
 from rollmill.gateway.sessions.identity import HEADER
 from rollmill.gateway.sessions.registry import Registry
-from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn
+from rollmill.gateway.sessions.segments import OpenSegment, Turn
 from rollmill.gateway.sessions.sessions import Plan, Session
-from rollmill.gateway.sessions.stored import Stored
 from rollmill.gateway.watching.metrics import Metrics
-from rollmill.gateway.wire.answer_events import AnswerBuilder
+from rollmill.gateway.wire.answer import Answer
 from rollmill.gateway.wire.answer_grammars import check_one_call, grammar_of
-from rollmill.gateway.wire.dialect import Dialect, Identity, ModelRequest, Reply, TokenLogprob
-from rollmill.gateway.wire.offload import is_large
+from rollmill.gateway.wire.dialect import Dialect, Identity, ModelRequest, Reply, Stored, TokenLogprob
 from rollmill.gateway.wire.streams import EventStream, send, token_logprobs
 from rollmill.gateway.workers import Workers, is_from_worker
 from rollmill.inference.engine import GenerateRequest
@@ -73,7 +72,7 @@ class Recorded(NamedTuple):
         return self.answer if traffic == "rollout" else replace(self.answer, cached_tokens=own)
 
 
-class Completions:
+class Answering:
     def __init__(
         self,
         config: GatewayConfig,
@@ -105,17 +104,6 @@ class Completions:
             return await self._answer(session, ask)
         finally:
             self.running.discard(task)
-
-    def with_tokens(self, request: ModelRequest) -> ModelRequest:
-        """A request that gives its context itself, as token ids. In the record it is a message of the role "prompt"."""
-        prompt = self._tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
-        assert prompt is not None
-        message = {"role": "prompt", "content": self._tokenizer.decode(prompt)}
-        return replace(request, prompt=prompt, messages=[message])
-
-    def count_tokens(self, request: ModelRequest) -> int:
-        """The tokens of a conversation that starts with these messages."""
-        return len(self._format.render_start(request.messages, request.tools))
 
     async def close(self) -> None:
         for work in list(self.running):
@@ -231,7 +219,7 @@ class Completions:
         def plan() -> Plan:
             return session.plan(request.messages, request.tools, self._format, declared)
 
-        if not is_large(request):
+        if not request.is_large:
             return plan()
         async with session.lock:  # no answer is appended while a thread reads the session
             planned = await asyncio.to_thread(plan)

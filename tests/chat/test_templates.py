@@ -16,8 +16,8 @@ from rollmill.chat.rendered_conversation import render_conversation
 from rollmill.chat.sandbox import ChatTemplate
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError, GatewayError
-from rollmill.gateway.sessions.segments import Answer
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
+from rollmill.gateway.wire.answer import Answer
 from rollmill.types import PolicyRef
 from tests.chat.published import EDGES, TOOLS, VARIABLES, Published, as_sent, published, source_of
 from tests.chat.test_streaming import KINDS

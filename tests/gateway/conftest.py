@@ -19,6 +19,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.gateway_parts import GatewayInputs
 from rollmill.gateway.routing.fleet import Fleet
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -143,21 +144,21 @@ class Mill:
         objects = Objects.open(self.directory / "store")
         database = self.database()
         trajectories = TrajectoryStore(database, objects)
-        app = make_app(
+        given = GatewayInputs(
             config,
             self.format,
             self.tokenizer,
-            engines,
             trajectories,
             objects,
             self.directory / "gateway",
             ADMIN,
+            engines,
             LIVE,
             keys=KeyStore(database, "run"),
             fleet=Fleet(database, "run", ENGINE) if follows else None,
             run="run",
         )
-        async with GatewayServer(app) as server, aiohttp.ClientSession() as http:
+        async with GatewayServer(make_app(given)) as server, aiohttp.ClientSession() as http:
             door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)
             if wait:
                 await until(door.all_engines_up)

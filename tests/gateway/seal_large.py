@@ -17,11 +17,13 @@ import numpy as np
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.recording.entries import encode_open, encode_turn
 from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.replaying import replay
 from rollmill.gateway.recording.sealing import Sealer, payload_key
 from rollmill.gateway.sessions.registry import Registry
-from rollmill.gateway.sessions.segments import Answer, Turn
+from rollmill.gateway.sessions.segments import Turn
 from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.watching.metrics import Metrics
+from rollmill.gateway.wire.answer import Answer
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -63,7 +65,7 @@ async def main(directory: Path, tokens: int) -> None:
     store.create("run", "g", "t", ["a"], {})
     recorder = Recorder(directory / "gateway", compact_bytes=1 << 40)
     registry = Registry("secret", keep_routes=False)
-    registry.replay(recorder.replay())
+    replay(registry, recorder.replay())
     recorder.start()
     facts = SessionFacts("a", run="run", group_id="g", task_id="t")
     await recorder.append("a", encode_open(facts))

@@ -19,6 +19,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.gateway_parts import GatewayInputs
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
 from rollmill.gateway.workers import Workers
@@ -46,19 +47,19 @@ def main(directory: Path, port: int, engine: str, count: int = 1, *ports: int) -
     def build(workers: Workers) -> web.Application:
         objects = Objects.open(directory / "store")
         database = open_database(f"sqlite:///{directory}/mill.db")
-        return make_app(
+        given = GatewayInputs(
             GatewayConfig(health_interval_s=0.02),
             CompactFormat(tokenizer),
             tokenizer,
-            [EngineEndpoint(engine, "home")],
             TrajectoryStore(database, objects),
             objects,
             log,
             ADMIN,
+            [EngineEndpoint(engine, "home")],
             LIVE,
             keys=KeyStore(database, "run"),
-            workers=workers,
         )
+        return make_app(given, workers)
 
     if count == 1:
         move_sessions(log, 1)

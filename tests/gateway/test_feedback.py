@@ -62,8 +62,8 @@ async def test_feedback_may_come_before_its_session(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits, also through a restart, for a session of its key and name, and is appended once."""
-    monkeypatch.setattr("rollmill.gateway.sessions.early._LOOK_S", 0.01)
-    monkeypatch.setattr("rollmill.gateway.sessions.early._MOST_PER_KEY", 2)
+    monkeypatch.setattr("rollmill.gateway.recording.early_feedback._LOOK_S", 0.01)
+    monkeypatch.setattr("rollmill.gateway.recording.early_feedback._MOST_PER_KEY", 2)
     endpoint = await mill.engine(StandIn([answers.text("one")]))
     _, other = mill.keys.create(["production", "feedback"])
     _, talker = mill.keys.create(["feedback"])
@@ -94,7 +94,7 @@ async def test_feedback_may_come_before_its_session(
 async def test_early_feedback_without_a_session_is_dropped_and_counted(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmill.gateway.sessions.early._LOOK_S", 0.01)
+    monkeypatch.setattr("rollmill.gateway.recording.early_feedback._LOOK_S", 0.01)
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
     assert (await give(door, {"session": "silent", "value": 1.0}))[0] == 202
     await door.say(LIVE, [USER], headers={"x-rollmill-session": "silent", "x-rollmill-consent": "none"})
@@ -103,7 +103,7 @@ async def test_early_feedback_without_a_session_is_dropped_and_counted(
         return f'feedback_dropped_total{{reason="{reason}"}} 1' in await door.metrics()
 
     await until(lambda: dropped("consent"))
-    monkeypatch.setattr("rollmill.gateway.sessions.early._LONGEST_S", 0.0)
+    monkeypatch.setattr("rollmill.gateway.recording.early_feedback._LONGEST_S", 0.0)
     assert (await give(door, {"session": "nobody", "value": 1.0}))[0] == 202
     await until(lambda: dropped("age"))
 
@@ -111,7 +111,7 @@ async def test_early_feedback_without_a_session_is_dropped_and_counted(
 async def test_early_feedback_outlasts_a_database_that_fails(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollmill.gateway.sessions.early._LOOK_S", 0.01)
+    monkeypatch.setattr("rollmill.gateway.recording.early_feedback._LOOK_S", 0.01)
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
     database = door.trajectories._engine
     with database.begin() as connection:
@@ -134,7 +134,7 @@ async def test_early_feedback_outlasts_a_database_that_fails(
 async def test_feedback_to_a_session_whose_first_answer_fails_leaves_no_row(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmill.gateway.sessions.early._LOOK_S", 0.01)
+    monkeypatch.setattr("rollmill.gateway.recording.early_feedback._LOOK_S", 0.01)
     engine = StandIn([answers.text("one")], gate=asyncio.Event(), context_limit=1)
     door = await mill.gateway(await mill.engine(engine))
     asked = asyncio.create_task(door.ask(LIVE, [USER], {"x-rollmill-session": "chat"}))

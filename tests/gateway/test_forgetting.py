@@ -13,9 +13,9 @@ from rollmill.cli.main import app
 from rollmill.config import load_config
 from rollmill.errors import GatewayError
 from rollmill.gateway.recording.entries import read_entries
-from rollmill.gateway.sessions.forgetting import forget_in_log
+from rollmill.gateway.recording.forgetting import forget_in_log
+from rollmill.gateway.recording.replaying import read_sessions
 from rollmill.gateway.sessions.registry import pseudonym
-from rollmill.gateway.sessions.session_overview import read_sessions
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database

@@ -34,11 +34,12 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.recording.entries import encode_open, encode_turn
 from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.replaying import replay
 from rollmill.gateway.sessions.causes import Declared
 from rollmill.gateway.sessions.flights import Flight
 from rollmill.gateway.sessions.registry import Registry
-from rollmill.gateway.sessions.segments import Answer
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
+from rollmill.gateway.wire.answer import Answer
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Span, Trajectory
 from tests.chat.conftest import TOOLS
@@ -125,7 +126,7 @@ class Histories(RuleBasedStateMachine):
     def open(self) -> None:
         self.recorder = Recorder(Path(self.directory.name), compact_bytes=4096)
         self.registry = Registry("secret")
-        self.registry.replay(self.recorder.replay())
+        replay(self.registry, self.recorder.replay())
         self.recorder.start()
 
     @property

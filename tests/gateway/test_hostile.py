@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
 from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_turn, read_entries
+from rollmill.gateway.recording.replaying import replay
 from rollmill.gateway.sessions.registry import Registry
-from rollmill.gateway.sessions.segments import Answer
 from rollmill.gateway.sessions.sessions import Session, parse_facts
+from rollmill.gateway.wire.answer import Answer
 from rollmill.gateway.wire.body import _parse_slowly, parse_object, to_bytes
 from rollmill.gateway.wire.dialect import Limits
 from rollmill.gateway.wire.dialects.openai_chat import OpenAIChat
@@ -77,7 +78,7 @@ def test_any_request_is_refused_or_recorded(format: CompactFormat, tree: Any) ->
     )
     turn = plan.turn(answer)
     registry = Registry("secret")
-    registry.replay(record for _, _, record in read_entries(encode_open(facts) + encode_turn("a", turn)))
+    replay(registry, (record for _, _, record in read_entries(encode_open(facts) + encode_turn("a", turn))))
     replayed = registry.get("a")
     assert replayed is not None and replayed.segments["a.0"].turns == [turn]
     decode_trajectory(encode_trajectory(replayed.build()))

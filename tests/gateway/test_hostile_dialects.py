@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
-from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.wire.answer import Answer
 from rollmill.gateway.wire.dialect import Delta, Dialect, Identity, Limits, Reply, TokenLogprob
 from rollmill.gateway.wire.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.wire.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.wire.dialects.openai_completions import OpenAICompletions
-from rollmill.gateway.wire.dialects.responses import OpenAIResponses
+from rollmill.gateway.wire.dialects.openai_responses import OpenAIResponses
 from tests.chat.conftest import tokenizer  # noqa: F401
 from tests.gateway.conftest import USER, Answers, Mill
 from tests.gateway.serve import LIVE

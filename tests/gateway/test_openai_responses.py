@@ -13,11 +13,10 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.access.privacy import Privacy
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.sessions.registry import Registry
-from rollmill.gateway.sessions.segments import Answer
 from rollmill.gateway.sessions.sessions import SessionFacts
-from rollmill.gateway.sessions.stored import Stored
-from rollmill.gateway.wire.dialect import Identity, Limits, Reply
-from rollmill.gateway.wire.dialects.responses import OpenAIResponses
+from rollmill.gateway.wire.answer import Answer
+from rollmill.gateway.wire.dialect import Identity, Limits, Reply, Stored
+from rollmill.gateway.wire.dialects.openai_responses import OpenAIResponses
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import LIVE, Answers, Mill
 from tests.gateway.stand_in import StandIn

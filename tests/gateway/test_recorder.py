@@ -16,6 +16,7 @@ import pytest
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_waited
 from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.replaying import replay
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import SessionFacts
 
@@ -191,6 +192,6 @@ async def test_an_answer_that_ends_after_its_session_was_deleted_does_not_hinder
         await recorder.append("gone", encode_waited("gone", 1.0))
         await recorder.append("stays", encode_open(SessionFacts("stays")))
     registry, recorder = Registry(""), Recorder(tmp_path, compact_bytes=LARGE)
-    registry.replay(recorder.replay())
+    replay(registry, recorder.replay())
     recorder.close()
     assert registry.get("gone") is None and registry.get("stays") is not None

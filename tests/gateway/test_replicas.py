@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.recording.replaying import read_sessions
 from rollmill.gateway.replicas import HEADER, Gateways, gateway_of
-from rollmill.gateway.sessions.session_overview import read_sessions
 from rollmill.gateway.workers import Workers, _continues
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.storage.objects import Objects

@@ -13,8 +13,9 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
 from rollmill.gateway.recording.entries import decode_turn, encode_turn, read_entries
 from rollmill.gateway.sessions.causes import Declared, read_declared
-from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn, same_message
+from rollmill.gateway.sessions.segments import OpenSegment, Turn
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
+from rollmill.gateway.wire.answer import Answer, same_message
 from rollmill.training.rl.credit import credit_of
 from rollmill.trajectories.invariants import check_trajectory
 from rollmill.types import PolicyRef, Sampling, Segment, Span

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn
+from rollmill.gateway.sessions.segments import OpenSegment, Turn
+from rollmill.gateway.wire.answer import Answer
 from rollmill.training.rl.credit import credit_of
 from tests.gateway.conftest import USER, Answers, Mill
 from tests.gateway.stand_in import StandIn

@@ -26,9 +26,9 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.recording.entries import LogEntry, encode_open, encode_waited, read_entries
 from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.replaying import read_sessions
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
-from rollmill.gateway.sessions.session_overview import read_sessions
 from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.watching.metrics import Metrics, added
 from rollmill.gateway.workers import Workers, log_directories, log_directory, opening, share

@@ -25,6 +25,7 @@ from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import GatewayError, MachineError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.gateway_parts import GatewayInputs
 from rollmill.inference.server import make_app as make_engine_app
 from rollmill.inference.server import serving
 from rollmill.machines.images.image import BUILT_IN
@@ -207,8 +208,8 @@ async def start_gateway(
     objects = Objects.open(directory / "store")
     trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
     log = directory / f"gateway-{engine.url.rpartition(':')[2].strip('/')}"
-    app = make_app(GATEWAY, CompactFormat(tokenizer), tokenizer, [engine], trajectories, objects, log, ADMIN)
-    server = await stack.enter_async_context(GatewayServer(app))
+    given = GatewayInputs(GATEWAY, CompactFormat(tokenizer), tokenizer, trajectories, objects, log, ADMIN, [engine])
+    server = await stack.enter_async_context(GatewayServer(make_app(given)))
     return str(server.make_url("")).rstrip("/")
 
 

@@ -19,8 +19,9 @@ from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError, TrajectoryError
 from rollmill.gateway.recording.entries import encode_open, encode_turn
-from rollmill.gateway.sessions.segments import Answer, Turn
+from rollmill.gateway.sessions.segments import Turn
 from rollmill.gateway.sessions.sessions import parse_facts
+from rollmill.gateway.wire.answer import Answer
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects

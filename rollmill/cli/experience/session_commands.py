@@ -13,7 +13,8 @@ from rich.table import Table
 from rollmill.cli import display
 from rollmill.cli.runs import age
 from rollmill.errors import ConfigError
-from rollmill.gateway.sessions.session_overview import describe_segments, describe_session, read_sessions
+from rollmill.gateway.recording.replaying import read_sessions
+from rollmill.gateway.sessions.session_overview import describe_segments, describe_session
 from rollmill.gateway.sessions.sessions import Session
 from rollmill.runs.opening import open_with_index
 from rollmill.runs.run import RunDirectory

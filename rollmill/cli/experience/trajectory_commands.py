@@ -36,8 +36,9 @@ from rollmill.cli.experience.filters import (
 from rollmill.cli.experience.transcripts import STATES, duration, reward_text, safe, versions
 from rollmill.errors import ConfigError, GatewayError, StorageError, TrajectoryError
 from rollmill.feedback.collect import PRODUCTION
-from rollmill.gateway.sessions.forgetting import forget_in_log
-from rollmill.gateway.sessions.registry import pseudonym, read_open_session
+from rollmill.gateway.recording.forgetting import forget_in_log
+from rollmill.gateway.recording.replaying import read_open_session
+from rollmill.gateway.sessions.registry import pseudonym
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.runs.admit_experience import admit_trajectories
 from rollmill.runs.opening import open_run, open_with_index

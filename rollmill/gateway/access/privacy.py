@@ -12,7 +12,7 @@ A session has one consent. A request with another one starts a new session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar, cast, get_args
 
@@ -26,7 +26,6 @@ from rollmill.gateway.access.redaction import (
     redact_inputs,
     redact_schema,
 )
-from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.wire.dialect import ModelRequest
 from rollmill.kinds import build
 
@@ -51,8 +50,6 @@ class Privacy:
 
     def redact_inputs(self, request: ModelRequest) -> ModelRequest:
         """Redacts a request before its session is looked for. Answers in it are left for `redact_forged`."""
-        if not self.redacts:
-            return request
         prompt = request.prompt
         if isinstance(prompt, str):
             text = prompt
@@ -61,13 +58,8 @@ class Privacy:
         tools, schema = _guarded(lambda: redact_schema([request.tools, request.schema], self._redactor))
         return replace(request, prompt=prompt, messages=messages, tools=tools, schema=schema)
 
-    def redact_forged(self, request: ModelRequest, session: Session) -> ModelRequest:
-        """Redacts the answers in a request that the model did not sample in this session."""
-        if not self.redacts:
-            return request
-        sampled: list[Message] = [
-            turn.answer.message for segment in session.segments.values() for turn in segment.turns
-        ]
+    def redact_forged(self, request: ModelRequest, sampled: Sequence[Message]) -> ModelRequest:
+        """Redacts the answers in a request that are not among those that its session has `sampled`."""
         return replace(request, messages=_guarded(lambda: redact_forged(request.messages, sampled, self._redactor)))
 
 

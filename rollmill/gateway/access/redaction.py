@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from rollmill.chat.format import Message
 from rollmill.config import Config
-from rollmill.gateway.sessions.segments import same_message
+from rollmill.gateway.wire.answer import same_message
 from rollmill.kinds import KindSection, Slot
 
 _BUILT_IN = {

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic_core import to_json
 
-from rollmill.gateway.sessions.segments import Answer, Turn
+from rollmill.gateway.sessions.segments import Turn
 from rollmill.gateway.sessions.sessions import SessionFacts
-from rollmill.gateway.sessions.stored import Stored
+from rollmill.gateway.wire.answer import Answer
+from rollmill.gateway.wire.dialect import Stored
 from rollmill.trajectories.allowed_tokens import join_kept, split_kept
 from rollmill.trajectories.facts import POLICIES, SPANS
 from rollmill.trajectories.packing import StoredArray

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from rollmill.chat.format import Message, Tool
-from rollmill.gateway.sessions.segments import same_message
+from rollmill.gateway.wire.answer import same_message
 
 
 class AnswerCut(Exception):

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rollmill.errors import GatewayError
 from rollmill.gateway.sessions.sessions import Session, check_id, is_id
+from rollmill.gateway.wire.dialect import ModelRequest
 
 HEADER: Final = "x-rollmill-session"
 _PATH = "/s/{session}"
@@ -47,6 +48,11 @@ def agent_session(headers: Mapping[str, str]) -> str | None:
     codex = headers.get("session-id") or headers.get("session_id") if _CODEX in headers else None
     name = headers.get(_CLAUDE_CODE) or headers.get(_OPENCODE) or codex
     return name if is_id(name) else None
+
+
+def conversation(http: web.Request, request: ModelRequest) -> str | None:
+    """The conversation that a production request names: itself, or as its agent does."""
+    return named_session(http) or agent_session(http.headers) or (request.session if is_id(request.session) else None)
 
 
 def check_named(name: str | None, session: Session) -> None:

@@ -13,21 +13,16 @@ import json
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.gateway.access.keys import SESSION_KEY
-from rollmill.gateway.recording.entries import LogEntry, decode_turn, read_entries
-from rollmill.gateway.recording.recorder import LOG_NAME
 from rollmill.gateway.sessions.segments import OpenSegment, Turn
 from rollmill.gateway.sessions.sessions import Session, SessionFacts, check_id
-from rollmill.gateway.sessions.stored import Stored, StoredResponses
+from rollmill.gateway.sessions.stored import StoredResponses
 from rollmill.gateway.wire.body import to_bytes
-from rollmill.gateway.workers import log_directories
 from rollmill.trajectories.table_rows import consent_of
-from rollmill.types import Trajectory
 
 LIVE = "live-"  # the ids of production sessions that no one opened: requests began them
 _MOST_HISTORIES = 200_000  # digests of conversations, about 40 MB; the oldest are forgotten
@@ -55,7 +50,6 @@ class Registry:
         self._sessions: dict[str, Session] = {}
         self.responses = StoredResponses(self._sessions)
         self.opened: Callable[[Session], None] = lambda session: None  # is called with each new session
-        self.early: list[LogEntry] = []  # replayed entries of gateway.early
         self._named: dict[tuple[str, ...], str] = {}  # key, consent, user, the client's name -> trajectory
         self._alike: dict[tuple[str, str], list[tuple[str, ...]]] = {}  # key, name -> those of the above, latest last
         # digest of an unnamed conversation up to an answer -> trajectory; None if there are several. Ended ones count:
@@ -190,60 +184,6 @@ class Registry:
             while len(self._histories) > _MOST_HISTORIES:
                 self._histories.popitem(last=False)
         return segment
-
-    def replay(self, entries: Iterable[LogEntry]) -> None:
-        """Rebuild the sessions that a crash interrupted."""
-        for entry in entries:
-            if entry.op == "early":
-                self.early.append(entry)
-                continue
-            session = self._sessions.get(entry.session)
-            if entry.op == "response":
-                self._replay_response(session, entry.header)
-                continue
-            if session is None and "facts" not in entry.header:
-                continue  # the session was deleted or sealed while a request of it was being answered
-            if session is None:
-                session = self.add(SessionFacts(**entry.header["facts"]))
-                session.logged = True
-            if entry.op == "seal":
-                session.sealing, session.submission_key = True, entry.header["submission_key"]
-            elif entry.op == "turn":
-                self.append(session, decode_turn(entry))
-            elif entry.op == "waited":
-                session.waits.restore(entry.header["seconds"])
-            elif entry.op == "incomplete":
-                session.unrecorded = entry.header["reason"]
-
-    def _replay_response(self, session: Session | None, header: dict[str, Any]) -> None:
-        segment = session.segments.get(header["segment"]) if session is not None else None
-        if session is None or segment is None or header["number"] >= len(segment.turns):
-            return  # the session has ended
-        messages = segment.messages_up_to(header["number"])[header["skipped"] :]
-        self.responses.add(Stored(session.facts.trajectory, messages, header["body"], header["skipped"]))
-
-
-def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
-    """An open session, read from the logs of the gateway that records it; None if it is not there.
-
-    Takes no lock: a log only grows or is replaced as a whole, and an entry that is being written is skipped.
-    """
-    found = (_read_from(path, trajectory) for path in log_directories(directory))
-    return next((session for session in found if session is not None), None)
-
-
-def _read_from(directory: Path, trajectory: str) -> Trajectory | None:
-    try:
-        data = (directory / LOG_NAME).read_bytes()
-    except FileNotFoundError:
-        return None
-    entries = [entry for _, _, entry in read_entries(data) if entry.session == trajectory]
-    if not entries or entries[-1].op == "close":
-        return None
-    registry = Registry("")
-    registry.replay(entries)
-    session = registry.get(trajectory)
-    return session.build() if session is not None and session.segments else None
 
 
 def session_in(key: str) -> str | None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
-from rollmill.gateway.recording.entries import scan_entries
-from rollmill.gateway.recording.recorder import LOG_NAME
-from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session
-from rollmill.gateway.workers import log_directories
 from rollmill.trajectories.table_rows import consent_of
 
 
@@ -50,26 +44,3 @@ def describe_segments(session: Session) -> list[dict[str, Any]]:
         }
         for segment in session.segments.values()
     ]
-
-
-def read_sessions(directory: Path) -> list[Session]:
-    """The open sessions in the logs of a gateway, which may be running. Takes no lock: see `read_open_session`."""
-    return [session for path in log_directories(directory) for session in _read_log(path)]
-
-
-def _read_log(directory: Path) -> list[Session]:
-    try:
-        file = os.open(directory / LOG_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return []
-    registry = Registry("", keep_routes=False)
-    try:
-        for _, _, entry in scan_entries(file):
-            session = registry.get(entry.session)
-            if entry.op != "close":
-                registry.replay([entry])
-            elif session is not None:
-                registry.remove(session)
-    finally:
-        os.close(file)
-    return list(registry)

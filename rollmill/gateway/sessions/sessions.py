@@ -29,8 +29,9 @@ from rollmill.chat.format import ChatFormat, HistoryRewritten, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.sessions.causes import Declared, DeclaredCause, is_within, proven_cause
 from rollmill.gateway.sessions.flights import Flight
-from rollmill.gateway.sessions.segments import Answer, Continued, Mark, OpenSegment, Turn
+from rollmill.gateway.sessions.segments import Continued, Mark, OpenSegment, Turn
 from rollmill.gateway.sessions.waits import Waits
+from rollmill.gateway.wire.answer import Answer
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import STRICT, Int31
 from rollmill.trajectories.storable import to_key, to_object

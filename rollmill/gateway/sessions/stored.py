@@ -10,21 +10,12 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Container
-from dataclasses import dataclass
 from typing import Any
 
-from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
+from rollmill.gateway.wire.dialect import Stored
 
 _MOST_BYTES = 256 << 20  # of all responses; the oldest are forgotten
-
-
-@dataclass(frozen=True)
-class Stored:
-    trajectory: str
-    messages: list[Message]  # the conversation with the answer, without instructions
-    body: dict[str, Any]
-    skipped: int = 0  # messages of the request before these: its instructions
 
 
 class StoredResponses:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
-from rollmill.gateway.sessions.segments import Answer
-from rollmill.gateway.sessions.stored import Stored
+from rollmill.gateway.wire.answer import Answer
 from rollmill.types import Sampling
+
+_LARGE = 64 << 10  # characters: they take some milliseconds, and changing threads some tenths of one
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,17 @@ class ModelRequest:
     ignored: tuple[str, ...] = ()  # fields that were accepted without effect
     dropped: tuple[str, ...] = ()  # kinds of tools that cannot be served and were left out
     session: str = ""  # the conversation that the body itself names
-    cache_key: str = ""  # groups requests of one conversation, or of several: see gateway.registry
+    cache_key: str = ""  # groups requests of one conversation, or of several: see sessions/registry.py
+
+    @property
+    def is_large(self) -> bool:
+        """Whether rendering or redacting it would delay other answers: that then runs in a thread."""
+        size = len(self.prompt or ())
+        for message in self.messages:
+            size += len(message["content"] or "")
+            if size > _LARGE:
+                return True
+        return size > _LARGE
 
 
 class TokenLogprob(NamedTuple):
@@ -112,6 +123,16 @@ class Identity:
     id: str = field(default_factory=lambda: os.urandom(16).hex())
     created: int = field(default_factory=lambda: int(time.time()))
     session: str = ""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response that a later request can continue by its id."""
+
+    trajectory: str
+    messages: list[Message]  # the conversation with the answer, without instructions
+    body: dict[str, Any]
+    skipped: int = 0  # messages of the request before these: its instructions
 
 
 class StreamWriter(Protocol):

@@ -12,7 +12,7 @@ from aiohttp import web
 from rollmill.chat.format import ChatFormat, ContentStream
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
-from rollmill.gateway.wire.answer_events import call_id
+from rollmill.gateway.wire.answer import call_id
 from rollmill.gateway.wire.dialect import Delta, Dialect, Identity, ModelRequest, NewCall, Reply, TokenLogprob
 
 _BUFFERED = 32 << 10  # bytes that a transport takes without waiting for the client

@@ -16,6 +16,7 @@ from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.garbage_policy import collect_little
+from rollmill.gateway.gateway_parts import GatewayInputs
 from rollmill.gateway.huge_pages import use_huge_pages
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
@@ -47,23 +48,23 @@ def main(run: RunDirectory, number: str = "1") -> None:
 
     def build(workers: Workers) -> web.Application:
         objects, database = run.objects(), run.database()
-        app = make_app(
+        given = GatewayInputs(
             config,
             format,
             tokenizer,
-            [backend.endpoint() for backend in config.backends],
             TrajectoryStore(database, objects),
             objects,
             directory,
             run.secrets["admin_token"],
-            run.secrets["production_key"],
-            run.secrets["rollout_key"],
-            KeyStore(database, run.id),
-            SplitStore(database, run.id) if any(role.endswith(CANARY) for role in run.ports) else None,
-            Fleet(database, run.fleet, run.secrets["engine_token"]),
-            workers,
-            run.id,
+            engines=[backend.endpoint() for backend in config.backends],
+            production_key=run.secrets["production_key"],
+            rollout_key=run.secrets["rollout_key"],
+            keys=KeyStore(database, run.id),
+            splits=SplitStore(database, run.id) if any(role.endswith(CANARY) for role in run.ports) else None,
+            fleet=Fleet(database, run.fleet, run.secrets["engine_token"]),
+            run=run.id,
         )
+        app = make_app(given, workers)
         prepare_process()
         return app
 

@@ -10,9 +10,9 @@ from rollmill.chat.formats.choice import format_of
 from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.gateway.recording.entries import decode_turn, encode_turn, read_entries
+from rollmill.gateway.routing.answer_builder import AnswerBuilder
 from rollmill.gateway.routing.engines import EngineState
 from rollmill.gateway.sessions.segments import Turn
-from rollmill.gateway.wire.answer_events import AnswerBuilder
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import PolicyRef, Sampling
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
-from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.wire.answer import Answer
 from rollmill.gateway.wire.answer_grammars import read_forced, read_schema
 from rollmill.gateway.wire.body import parse_object, to_bytes
 from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.wire.answer import Answer
 from rollmill.gateway.wire.dialect import Identity, ModelRequest, Reply, TokenLogprob, error_text
 from rollmill.gateway.wire.dialects import fields
 from rollmill.inference.engine_wire import MOST_TOP_LOGPROBS

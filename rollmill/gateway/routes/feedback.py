@@ -2,7 +2,7 @@
 
 Feedback is appended to the record of the trajectory, before or after it is sealed. Sending it again with the same `id`
 changes nothing. A key gives feedback only about its own sessions; an admin key about all. Feedback may come before the
-first answer of its session, under the name that the client gives to it: see gateway.early.
+first answer of its session, under the name that the client gives to it: see recording/early_feedback.py.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmill.errors import GatewayError, TrajectoryError
-from rollmill.gateway.access.access import Access
 from rollmill.gateway.access.keys import Key
-from rollmill.gateway.recording.sealing import Sealer
-from rollmill.gateway.sessions.early import Early, EarlyFeedback
+from rollmill.gateway.gateway_parts import GatewayParts
+from rollmill.gateway.recording.early_feedback import Early
 from rollmill.gateway.sessions.identity import named_session
-from rollmill.gateway.sessions.registry import Registry, key_id_of
+from rollmill.gateway.sessions.registry import key_id_of
 from rollmill.gateway.sessions.sessions import check_id
 from rollmill.gateway.wire.body import parse_object
-from rollmill.gateway.workers import Workers
 from rollmill.signals import checked
-from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrafficClass, TrajectoryState
 
 _Short = Annotated[str, Field(min_length=1, max_length=128)]
@@ -47,21 +44,13 @@ class Feedback(BaseModel):
 
 
 class FeedbackRoutes:
-    def __init__(
-        self,
-        access: Access,
-        registry: Registry,
-        sealer: Sealer,
-        trajectories: TrajectoryStore,
-        early: EarlyFeedback,
-        workers: Workers,
-    ) -> None:
-        self._workers = workers
-        self._access = access
-        self._registry = registry
-        self._sealer = sealer
-        self._trajectories = trajectories
-        self._early = early
+    def __init__(self, parts: GatewayParts) -> None:
+        self._workers = parts.workers
+        self._access = parts.access
+        self._registry = parts.registry
+        self._sealer = parts.sealer
+        self._trajectories = parts.given.trajectories
+        self._early = parts.early
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/feedback", self.give)

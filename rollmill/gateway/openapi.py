@@ -14,7 +14,7 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from rollmill import __version__
-from rollmill.gateway.sessions.feedback import Feedback
+from rollmill.gateway.routes.feedback import Feedback
 from rollmill.gateway.sessions.sessions import SessionFacts
 
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.sessions.segments import Answer
-from rollmill.gateway.sessions.stored import Stored
+from rollmill.gateway.wire.answer import Answer
 from rollmill.gateway.wire.answer_grammars import read_forced, read_schema
 from rollmill.gateway.wire.body import parse_object, to_bytes
-from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
+from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, Reply, Stored, error_text
 from rollmill.gateway.wire.dialects import fields, openai
 from rollmill.gateway.wire.dialects.responses_request import FindItem, parse_items, referenced
 from rollmill.gateway.wire.dialects.responses_tools import call_item, flat_name, parse_response_tools
@@ -80,16 +79,15 @@ class OpenAIResponses:
             cache_key=fields.field(tree, "prompt_cache_key", str) or "",
         )
 
-    def resolved(self, request: ModelRequest, limits: Limits, find: FindItem) -> ModelRequest:
-        """The request with the stored items that it refers to."""
-        if not request.options["references"]:
-            return request
-        return replace(request, messages=parse_items(request.options["input"], limits.max_messages, find))
-
-    def continued(self, request: ModelRequest, previous: Stored | None) -> ModelRequest:
-        """The request with the conversation before it. Instructions are not inherited."""
-        conversation = [*(previous.messages if previous else ()), *request.messages]
-        instructions = request.options["instructions"]
+    def continued(self, request: ModelRequest, limits: Limits, previous: Stored | None, find: FindItem) -> ModelRequest:
+        """The request with the conversation before it, and with the stored items that it refers to. Instructions are
+        not inherited."""
+        options = request.options
+        messages = request.messages
+        if options["references"]:
+            messages = parse_items(options["input"], limits.max_messages, find)
+        conversation = [*(previous.messages if previous else ()), *messages]
+        instructions = options["instructions"]
         system = [{"role": "system", "content": instructions}] if instructions else []
         return replace(request, messages=[*system, *conversation])
 

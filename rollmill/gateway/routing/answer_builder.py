@@ -12,7 +12,7 @@ from rollmill.chat.first_call import FirstCall
 from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.routing.engines import EngineState
-from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.wire.answer import Answer, call_id
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import FinishReason, PolicyRef, Span
 
@@ -170,11 +170,6 @@ class AnswerBuilder:
                 return number
         self._policies.append(policy)
         return len(self._policies) - 1
-
-
-def call_id(offset: int, number: int) -> str:
-    """Of a call in the answer at this position: unique in its context, and the same after a replay."""
-    return f"call_{offset}_{number}"
 
 
 class _EngineShare:
