@@ -47,7 +47,7 @@ class Account:
         self.sampled_tokens += tokens
 
     def end(self) -> None:
-        actions, self.on_end = self.on_end, []  # they hold the account, which must not hold them: see gateway.garbage
+        actions, self.on_end = self.on_end, []  # they hold the account, which must not hold them: a cycle
         for action in actions:
             action()
 

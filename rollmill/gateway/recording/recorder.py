@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.immediate_future import Wake
 from rollmill.gateway.recording.entries import LogEntry, encode_entry, find_whole_entry, scan_entries
 from rollmill.gateway.recording.rewriting import Place, Places, Rewriting
 
@@ -45,7 +44,7 @@ class _Write:
     data: bytes
     closes: bool
     erases: bool
-    done: Wake
+    done: asyncio.Future[None]
 
 
 class Recorder:
@@ -100,11 +99,6 @@ class Recorder:
             return f"cannot write {self._path}: the disk has not answered for {waited:.0f} s"
         return self._failure
 
-    @property
-    def living_bytes(self) -> int:
-        """Of the entries of open sessions."""
-        return self._places.living
-
     async def append(self, session: str, data: bytes, *, wait_s: float | None = None) -> None:
         """Returns when `data` is on disk. With `wait_s`: raises StorageError if the disk takes longer."""
         write = self._enqueue(session, data, closes=False)
@@ -133,7 +127,7 @@ class Recorder:
 
     def append_later(self, session: str, data: bytes) -> None:
         """Queue an entry without waiting. If the write fails, the caller is not told."""
-        self._enqueue(session, data, closes=False)
+        self._enqueue(session, data, closes=False).done.add_done_callback(asyncio.Future.exception)
 
     @contextlib.contextmanager
     def located(self, session: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
@@ -170,7 +164,7 @@ class Recorder:
 
     def _enqueue(self, session: str, data: bytes, *, closes: bool, erases: bool = False) -> _Write:
         loop = asyncio.get_running_loop()
-        write = _Write(session, data, closes, erases, Wake(loop))
+        write = _Write(session, data, closes, erases, loop.create_future())
         if not self._gathered:
             loop.call_soon(self._hand_over)
         self._gathered.append(write)
@@ -347,7 +341,12 @@ def _finish(batch: list[_Write], error: StorageError | None) -> None:
 
     def wake() -> None:
         for write in batch:
-            write.done.set(error)
+            if write.done.done():
+                continue
+            if error is None:
+                write.done.set_result(None)
+            else:
+                write.done.set_exception(error)
 
     if not batch:
         return

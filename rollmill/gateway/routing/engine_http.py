@@ -18,7 +18,6 @@ from typing import Final, Literal, NamedTuple, cast
 from yarl import URL
 
 from rollmill.errors import EngineError
-from rollmill.gateway.immediate_future import Wake
 from rollmill.keepalive import notice_lost_host
 from rollmill.tls import own_context
 
@@ -169,7 +168,7 @@ class _Connection(asyncio.Protocol):
         self._buffered = 0
         self._paused = False
         self._error: Exception | None = None
-        self._waiter: Wake | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None  # stays between two requests: making one costs more than a look
         self._in_use = False
@@ -220,7 +219,7 @@ class _Connection(asyncio.Protocol):
             self._settling = True
             self._settle_timer = self._loop.call_later(_SETTLE_S, self.abort)
         else:
-            self._error = None  # its traceback holds the request and this connection: a cycle, see gateway.garbage
+            self._error = None  # its traceback holds the request and this connection: a cycle
             self.abort()
 
     def abort(self) -> None:
@@ -264,14 +263,14 @@ class _Connection(asyncio.Protocol):
         """Whether somebody who waits has something to do."""
         return not self._whole or self._part == "end" or self._buffered > _MOST_BUFFERED
 
-    def _wait(self) -> Wake:
-        self._waiter = Wake(self._loop)
+    def _wait(self) -> asyncio.Future[None]:
+        self._waiter = self._loop.create_future()
         return self._waiter
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.set()
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import socket
@@ -15,9 +16,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.garbage_policy import collect_little
 from rollmill.gateway.gateway_parts import GatewayInputs
-from rollmill.gateway.huge_pages import use_huge_pages
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
 from rollmill.gateway.routing.fleet import Fleet
@@ -102,14 +101,14 @@ def _listen(run: RunDirectory, role: str) -> socket.socket:
 
 
 def prepare_process() -> None:
-    """Allows thousands of connections, keeps collections of garbage short, uses huge pages, and lets the thread of the
-    session log run soon: answers wait for it."""
+    """Allows thousands of connections, spares the garbage collector what lives as long as the process, and lets the
+    thread of the session log run soon: answers wait for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    collect_little()
-    use_huge_pages()
+    gc.collect()
+    gc.freeze()
     sys.setswitchinterval(_SWITCH_S)
 
 
