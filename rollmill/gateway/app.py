@@ -38,13 +38,14 @@ from rollmill.gateway.routes.session_routes import SessionRoutes
 from rollmill.gateway.routing.fleet import FleetRoutes
 from rollmill.gateway.routing.traffic_splits import follow
 from rollmill.gateway.sessions.identity import add_session_paths, path_without_session
-from rollmill.gateway.watching.metrics import added
 from rollmill.gateway.watching.observer import Observer
 from rollmill.gateway.watching.tracing import Tracer
 from rollmill.gateway.workers import Workers
+from rollmill.histogram import TEXT_TYPE
 
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
+_FOLLOW_S = 1.0
 
 
 def make_app(given: GatewayInputs, workers: Workers | None = None) -> web.Application:
@@ -96,7 +97,8 @@ class Gateway:
         if self._fleet_routes is not None:
             await self._fleet_routes.look()  # the first request must find what there is
         await parts.router.start()
-        sweeps = [asyncio.create_task(each) for each in (parts.sealer.sweep(), parts.early.run())]
+        forever = parts.sealer.sweep(), parts.early.run(), self._keep_following()
+        sweeps = [asyncio.create_task(each) for each in forever]
         if splits is not None:
             sweeps.append(asyncio.create_task(follow(splits, parts.router.divide)))
         if self._fleet_routes is not None:
@@ -138,18 +140,26 @@ class Gateway:
         Needs: nothing.
         Returns: Prometheus text; docs/reference/metrics.md lists the names.
         """
-        gauges: dict[str, float] = {
-            "sessions": len(self._parts.registry),
-            "waiting": self._parts.router.places.waiting,
-            "log_fsyncs_total": self._parts.recorder.fsyncs,
-            "ambiguous_histories_total": self._parts.registry.ambiguous,
-        }
-        for engine in self._parts.router.engines:
-            gauges[f'engine_alive{{url="{engine.url}"}}'] = int(engine.alive)
-            gauges[f'engine_lent{{url="{engine.url}"}}'] = int(engine.lent is not None)
-            gauges[f'engine_failures_total{{url="{engine.url}"}}'] = engine.failures
-        others, _ = await self._parts.workers.ask_those_alive(request, 200)
-        return web.Response(text=added([self._parts.metrics.render(gauges), *(other.decode() for other in others)]))
+        self._follow()
+        engines = [(engine.url, engine.alive, engine.lent is not None) for engine in self._parts.router.engines]
+        text = await asyncio.to_thread(self._parts.metrics.render, engines)
+        return web.Response(body=text, headers={"Content-Type": TEXT_TYPE})
+
+    def _follow(self) -> None:
+        """Brings the metrics of this worker up to date that nobody counts on the way."""
+        parts, follow = self._parts, self._parts.metrics.follow
+        follow("sessions", len(parts.registry))
+        follow("waiting", parts.router.places.waiting)
+        follow("log_fsyncs_total", parts.recorder.fsyncs)
+        follow("ambiguous_histories_total", parts.registry.ambiguous)
+        for engine in parts.router.engines:
+            follow("engine_failures_total", engine.failures, url=engine.url)
+
+    async def _keep_following(self) -> None:
+        """Runs for ever: another worker may be asked for the metrics of all."""
+        while True:
+            self._follow()
+            await asyncio.sleep(_FOLLOW_S)
 
     async def openapi(self, request: web.Request) -> web.Response:
         """Describe all routes.

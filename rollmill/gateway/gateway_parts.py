@@ -66,7 +66,7 @@ class GatewayParts:
             cache_s=config.key_cache_s,
         )
         self.access = Access(ring, KeyLimits(given.keys, Buckets(workers.limits)))
-        self.metrics = Metrics()
+        self.metrics = Metrics(workers.number, workers.metrics)
         self.registry = Registry(given.admin_token, keep_routes=False, fresh=workers.fresh, run=given.run)
         self.recorder = Recorder(self.log_dir, compact_bytes=config.compact_bytes)
         early = replay(self.registry, self.recorder.replay())

@@ -83,22 +83,23 @@ def share(config: GatewayConfig, workers: Workers) -> GatewayConfig:
 
 class Workers:
     """This worker and the others. `sockets` are the paths of their Unix sockets, by number; `limits` is the file in
-    which they share the limits of keys, see gateway.buckets. `placed` has the worker of each session that is not where
-    the hash of its id says: a client named it, and the number of workers was another one when it began. `gateways`: if
-    the run has several."""
+    which they share the limits of keys, `metrics` the directory of their metrics. `placed` has the worker of each
+    session that is not where the hash of its id says: a client named it, and the number of workers was another one
+    when it began. `gateways`: if the run has several."""
 
     def __init__(
         self,
         number: int = 0,
         sockets: Sequence[str] = ("",),
         limits: int | None = None,
+        metrics: Path | None = None,
         *,
         placed: Mapping[str, int] = {},
         patience_s: float = 30.0,
         gateways: Gateways | None = None,
     ) -> None:
         self.number = number
-        self.limits = limits
+        self.limits, self.metrics = limits, metrics
         self.count = len(sockets)
         self.gateways = gateways
         self.shares = self.count > 1 or gateways is not None  # whether a session may be elsewhere

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from rollmill.errors import EngineError, RollmillError
+from rollmill.histogram import TEXT_TYPE, exposition
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.kind import Embedded
 from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineContext, EngineKind, EngineUnavailable
@@ -127,21 +129,19 @@ class _Handlers:
         Returns: Prometheus text; docs/reference/metrics.md lists the names.
         """
         health = self._engine.health()
-        labels = f"engine={json.dumps(health['engine'])},region={json.dumps(health['region'])}"
+        labels, values = ("engine", "region"), (health["engine"], health["region"])
         loans = {"lent": int(self._guests.loan is not None), "loans_total": self._guests.loans}
-        counts = {**self._engine.metrics(), **loans}
-        samples = {name: [f"{name}{{{labels}}} {value}"] for name, value in counts.items()}
-        histograms = {**self._engine.histograms, "return_seconds": self._guests.returns}
-        samples |= {name: each.lines(name, labels) for name, each in histograms.items()}
-        lines = []
-        for name, listed in sorted(samples.items()):
-            kind = "counter" if name.endswith("_total") else "histogram" if name in histograms else "gauge"
-            lines += [
-                f"# HELP rollmill_engine_{name} {METRICS.get(name, name)}",
-                f"# TYPE rollmill_engine_{name} {kind}",
-            ]
-            lines += [f"rollmill_engine_{line}" for line in listed]
-        return web.Response(text="\n".join(lines) + "\n")
+        families: list[Metric] = []
+        for name, value in {**self._engine.metrics(), **loans}.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"rollmill_engine_{name}", METRICS.get(name, name), labels=labels)
+            family.add_metric(values, value)
+            families.append(family)
+        for name, each in {**self._engine.histograms, "return_seconds": self._guests.returns}.items():
+            histogram = HistogramMetricFamily(f"rollmill_engine_{name}", METRICS.get(name, name), labels=labels)
+            histogram.add_metric(values, each.cumulative(), each.sum)
+            families.append(histogram)
+        return web.Response(body=exposition(families), headers={"Content-Type": TEXT_TYPE})
 
     async def pause(self, http: web.Request) -> web.Response:
         """Stop decoding; requests wait.

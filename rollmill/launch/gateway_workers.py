@@ -12,6 +12,7 @@ import contextlib
 import logging
 import mmap
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -56,13 +57,15 @@ def run_workers(
     placed = move_sessions(directory, count)
     paths, sockets = _open_sockets(directory, count)
     listening.listen(BACKLOG)
-    limits, serving = shared_file(), mmap.mmap(-1, count)
+    limits, serving, metrics = shared_file(), mmap.mmap(-1, count), directory / "metrics"
+    shutil.rmtree(metrics, ignore_errors=True)  # of before: counters begin at 0
+    metrics.mkdir()
 
     def work(number: int) -> None:
         def tell() -> None:
             serving[number] = 1
 
-        workers = Workers(number, paths, limits, placed=placed, gateways=gateways)
+        workers = Workers(number, paths, limits, metrics, placed=placed, gateways=gateways)
         asyncio.run(_serve(build(workers), listening, sockets[number], keepalive_s, tls, tell))
 
     _Supervisor(serving, work).run()

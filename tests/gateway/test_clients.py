@@ -48,7 +48,7 @@ async def test_fields_without_effect_are_counted_and_named_once(
         for _ in range(3):
             assert (await post(door, "/v1/responses", body))[0] == 200
     assert sum("client_metadata" in record.getMessage() for record in caplog.records) == 1
-    assert 'ignored_fields_total{field="client_metadata",dialect="openai_responses"} 3' in await door.metrics()
+    assert 'ignored_fields_total{dialect="openai_responses",field="client_metadata"} 3' in await door.metrics()
     status, told = await post(door, "/v1/responses", {**body, "unheard_of": 1})
     assert status == 400 and "unheard_of" in told["error"]["message"]
 

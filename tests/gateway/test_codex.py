@@ -60,8 +60,8 @@ async def test_codex_solves_a_task(mill: Mill, codex: Codex) -> None:
     names = [tool["function"]["name"] for tool in trajectory.provenance["tools"]]
     assert "multi_agent_v1__spawn_agent" in names, "tools in a namespace are served"
     metrics = await door.metrics()
-    assert 'dropped_tools_total{tool="web_search",dialect="openai_responses"} 3' in metrics
-    assert 'ignored_fields_total{field="client_metadata",dialect="openai_responses"} 3' in metrics
+    assert 'dropped_tools_total{dialect="openai_responses",tool="web_search"} 3' in metrics
+    assert 'ignored_fields_total{dialect="openai_responses",field="client_metadata"} 3' in metrics
 
 
 async def test_an_image_in_a_result_does_not_end_the_conversation(mill: Mill, codex: Codex) -> None:

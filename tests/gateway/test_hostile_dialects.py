@@ -75,6 +75,7 @@ ANSWER = Answer(
         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 2000}}],
     },
 )
+LIMITS = Limits((1,), default_max_tokens=8, max_messages=64)
 RESPONSES = OpenAIResponses()
 DIALECTS: list[Dialect] = [OpenAIChat(), OpenAICompletions(), AnthropicMessages(), RESPONSES]
 
@@ -86,12 +87,12 @@ DIALECTS: list[Dialect] = [OpenAIChat(), OpenAICompletions(), AnthropicMessages(
 @given(tree=BODIES | REQUESTS | JSON)
 def test_any_body_is_refused_or_can_be_answered(format: CompactFormat, dialect: Dialect, tree: Any) -> None:
     try:
-        request = dialect.parse(json.dumps(tree).encode(), Limits((1,), default_max_tokens=8, max_messages=64))
+        request = dialect.parse(json.dumps(tree).encode(), LIMITS)
     except GatewayError as error:
         assert json.dumps(dialect.error(error)) and dialect.status(error) in (400, 404)
         return
     if isinstance(dialect, OpenAIResponses):
-        request = dialect.continued(request, None)
+        request = dialect.continued(request, LIMITS, None, lambda id: {})
     if request.prompt is None:
         format.render_start(request.messages, request.tools)
     told = [TokenLogprob("x", -1.0, [("y", -2.0)])]

@@ -178,7 +178,8 @@ def test_stored_responses_are_bounded_by_bytes_and_freed_with_their_session(monk
 def test_a_stored_response_holds_what_is_left_after_redaction() -> None:
     dialect = OpenAIResponses()
     body = {"input": "I am ann@example.org", "instructions": "Be brief."}
-    asked = dialect.continued(dialect.parse(json.dumps(body).encode(), Limits((), 16, 16)), None)
+    limits = Limits((), 16, 16)
+    asked = dialect.continued(dialect.parse(json.dumps(body).encode(), limits), limits, None, lambda id: {})
     config = GatewayConfig.model_validate({"redaction": {"remove": ["email"]}})
     asked = Privacy(config.consent, config.redaction).redact_inputs(asked)
     answer = Answer([1], [0.0], [0], [], [], [], "stop", True, assistant_message("Hi.", []))

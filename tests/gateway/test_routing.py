@@ -230,7 +230,7 @@ async def test_who_finds_the_queue_full_is_told_when_to_come_back(mill: Mill, an
             return response.status, response.headers.get("Retry-After"), await response.text()
 
     async def one_waits() -> bool:
-        return "rollmill_gateway_waiting 1\n" in await door.metrics()
+        return "rollmill_gateway_waiting 1.0\n" in await door.metrics()
 
     served = asyncio.create_task(post(keys[0]))
     await engine.asked()

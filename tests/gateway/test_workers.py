@@ -30,7 +30,6 @@ from rollmill.gateway.recording.replaying import read_sessions
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
 from rollmill.gateway.sessions.sessions import SessionFacts
-from rollmill.gateway.watching.metrics import Metrics, added
 from rollmill.gateway.workers import Workers, log_directories, log_directory, opening, share
 from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.serve import LIVE
@@ -474,23 +473,41 @@ def test_a_signal_between_the_fork_and_the_first_line_of_a_worker_ends_this_work
     assert (ran.returncode, sorted(ran.stdout.split())) == (0, ["0", "1", "3", "stopped"]), ran.stderr
 
 
-def test_texts_of_metrics_add_up() -> None:
-    texts = []
-    for number in (1, 2):
-        metrics = Metrics()
-        metrics.count("requests_total", number, traffic="production")
+COUNTING = """
+import os, signal, sys
+from pathlib import Path
+from rollmill.gateway.watching.metrics import Metrics
+
+shared = Path(sys.argv[1])
+for number in (0, 1, 0):  # worker 0 dies and is started again
+    pid = os.fork()
+    if pid == 0:
+        metrics = Metrics(number, shared)
+        metrics.count("requests_total", 1 + number, traffic="production")
         metrics.count("errors_total", status=400 + number)
-        metrics.observe("queue_seconds", 0.01 * number, (("traffic", "rollout"), ("model", "m"), ("dialect", "d")))
-        texts.append(metrics.render({"sessions": number, 'engine_alive{url="u"}': 1}))
-    families = {family.name: family for family in text_string_to_metric_families(added(texts))}
+        metrics.observe("queue_seconds", 0.01, (("traffic", "rollout"), ("model", "m"), ("dialect", "d")))
+        metrics.follow("sessions", 5 + number)
+        metrics.follow("log_fsyncs_total", 3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+print(Metrics(0, shared).render([("u", True, False)]).decode())
+"""
+
+
+def test_metrics_of_workers_add_up_also_of_one_that_died(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", COUNTING, tmp_path], capture_output=True, text=True, check=True)
+    families = {family.name: family for family in text_string_to_metric_families(ran.stdout)}
     samples = {
         (sample.name.removeprefix("rollmill_gateway_"), sample.labels.get("le", "")): sample.value
         for family in families.values()
         for sample in family.samples
     }
-    assert samples["requests_total", ""] == 3 and samples["sessions", ""] == 3 and samples["engine_alive", ""] == 1
-    assert samples["queue_seconds_count", ""] == 2 and samples["queue_seconds_bucket", "0.01"] == 1
-    assert len(families["rollmill_gateway_errors"].samples) == 2
+    assert samples["requests_total", ""] == 4 and samples["sessions", ""] == 11 and samples["engine_alive", ""] == 1
+    assert samples["queue_seconds_count", ""] == 3 and samples["queue_seconds_bucket", "0.01"] == 3
+    assert samples["log_fsyncs_total", ""] == 9 and len(families["rollmill_gateway_errors"].samples) == 2
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [f"{kind}_{number}.db" for kind in ("counter", "gauge_livesum", "histogram") for number in (0, 1)]
+    assert all(path.stat().st_size <= 1 << 16 for path in tmp_path.iterdir())
 
 
 def test_an_opening_is_the_same_in_all_requests_of_a_conversation() -> None:

@@ -1,13 +1,22 @@
-"""Counters, gauges and histograms of the gateway, as Prometheus text at /metrics."""
+"""Counters, gauges and histograms of the gateway. Its workers share them in files, as prometheus_client does.
+
+A worker has files of its own number, not of its process: one that is started again goes on counting in them.
+"""
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from rollmill.histogram import Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, values
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from rollmill import histogram
+from rollmill.histogram import BUCKETS, exposition
 
 # name → meaning, and its labels in braces. Names that end in _total are counters, in _seconds histograms; the others
 # are gauges.
@@ -36,72 +45,76 @@ METRICS = {
     "engine_lent": "1 while production lends the engine to training, else 0 {url}",
     "engine_failures_total": "requests that failed on the engine {url}",
 }
+_OF_ENGINES = ("engine_alive", "engine_lent")
+_PREFIX = "rollmill_gateway_"
 Labels = tuple[tuple[str, str | int], ...]
 
 
 class Metrics:
-    def __init__(self) -> None:
-        # by name and labels; the text of labels is made when somebody reads it, not with every request
-        self._counts: defaultdict[tuple[str, Labels], float] = defaultdict(int)
-        self._histograms: defaultdict[tuple[str, Labels], Histogram] = defaultdict(Histogram)
+    def __init__(self, worker: int = 0, shared: Path | None = None) -> None:
+        """`shared`: the directory of the files that workers share; None if there is one process."""
+        self._shared = shared
+        if shared is not None:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared)
+            values.ValueClass = values.MultiProcessValue(lambda: worker)
+        disable_created_metrics()
+        self._registry = CollectorRegistry()
+        self._families = {name: self._family(name) for name in METRICS if name not in _OF_ENGINES}
+        self._children: dict[tuple[str, Labels], Any] = {}  # `labels()` takes far longer
+        self._followed: dict[Counter, float] = {}
 
     def count(self, name: str, amount: float = 1, **labels: str | int) -> None:
-        self._counts[name, tuple(labels.items())] += amount
+        self._child(name, tuple(labels.items())).inc(amount)
 
     def observe(self, name: str, seconds: float, labels: Labels) -> None:
-        self._histograms[name, labels].add(seconds)
+        self._child(name, labels).observe(seconds)
 
-    def merge(self, name: str, histogram: Histogram, labels: Labels) -> None:
-        """Adds all that `histogram` has counted."""
-        self._histograms[name, labels].merge(histogram)
+    def merge(self, name: str, counted: histogram.Histogram, labels: Labels) -> None:
+        """Adds all that `counted` has counted. `observe` would count one after the other."""
+        child = self._child(name, labels)
+        child._sum.inc(counted.sum)
+        for bucket, count in zip(child._buckets, counted.counts, strict=True):
+            if count:
+                bucket.inc(count)
 
-    def render(self, gauges: Mapping[str, float]) -> str:
-        lines: list[str] = []
-        described = ""
-        counts = {f"{name}{{{_listed(labels)}}}" if labels else name: v for (name, labels), v in self._counts.items()}
-        samples = {sample: [f"{sample} {value}"] for sample, value in {**counts, **gauges}.items()}
-        for (name, labels), histogram in self._histograms.items():
-            text = _listed(labels)
-            samples[f"{name}{{{text}}}"] = histogram.lines(name, text)
-        for sample, listed in sorted(samples.items()):
-            name = sample.partition("{")[0]
-            if name != described:
-                lines += [
-                    f"# HELP rollmill_gateway_{name} {METRICS.get(name, name)}",
-                    f"# TYPE rollmill_gateway_{name} {kind_of(name)}",
-                ]
-                described = name
-            lines += [f"rollmill_gateway_{line}" for line in listed]
-        return "\n".join(lines) + "\n"
+    def follow(self, name: str, number: float, **labels: str) -> None:
+        """A gauge is this number now. A counter grows by as much as the number did since the last call."""
+        child = self._child(name, tuple(labels.items()))
+        if isinstance(child, Gauge):
+            child.set(number)
+        else:
+            child.inc(max(0.0, number - self._followed.get(child, 0.0)))
+            self._followed[child] = number
 
+    def render(self, engines: Iterable[tuple[str, bool, bool]]) -> bytes:
+        """All metrics of all workers as Prometheus text. `engines`: URL, alive, lent; all workers see the same."""
+        alive, lent = (GaugeMetricFamily(f"{_PREFIX}{name}", METRICS[name], labels=["url"]) for name in _OF_ENGINES)
+        for url, is_alive, is_lent in engines:
+            alive.add_metric([url], is_alive)
+            lent.add_metric([url], is_lent)
+        return exposition([*self._collect(), alive, lent])
 
-def added(texts: Sequence[str]) -> str:
-    """Several texts of `render` as one: values of the same name and labels are added; of `engine_alive` and
-    `engine_lent` the largest is taken."""
-    if len(texts) == 1:
-        return texts[0]
-    about: dict[str, list[str]] = {}  # name -> HELP and TYPE
-    values: dict[str, dict[str, float]] = {}  # name -> sample -> value
-    for text in texts:
-        name = ""
-        for line in text.splitlines():
-            if line.startswith("#"):
-                name = line.split(" ", 3)[2]
-                about.setdefault(name, [])
-                about[name] += [line] if line not in about[name] else []
-                continue
-            sample, _, value = line.rpartition(" ")
-            known = values.setdefault(name, {})
-            join = max if name.endswith(("_engine_alive", "_engine_lent")) else operator.add
-            known[sample] = join(known[sample], float(value)) if sample in known else float(value)
-    lines = [[*about[name], *(f"{sample} {value}" for sample, value in values[name].items())] for name in sorted(about)]
-    return "\n".join(itertools.chain.from_iterable(lines)) + "\n"
+    def _collect(self) -> Iterable[Metric]:
+        if self._shared is None:
+            return self._registry.collect()
+        return list(MultiProcessCollector(None, str(self._shared)).collect())
+
+    def _family(self, name: str) -> Counter | Gauge | Histogram:
+        labels = re.findall(r"\w+", METRICS[name].partition("{")[2])
+        about = f"{_PREFIX}{name}", METRICS[name], labels
+        if kind_of(name) == "counter":
+            return Counter(*about, registry=self._registry)
+        if kind_of(name) == "histogram":
+            return Histogram(*about, registry=self._registry, buckets=BUCKETS)
+        return Gauge(*about, registry=self._registry, multiprocess_mode="livesum")
+
+    def _child(self, name: str, labels: Labels) -> Any:
+        child = self._children.get((name, labels))
+        if child is None:
+            family = self._families[name]
+            child = self._children[name, labels] = family.labels(**dict(labels)) if labels else family
+        return child
 
 
 def kind_of(name: str) -> str:
     return "counter" if name.endswith("_total") else "histogram" if name.endswith("_seconds") else "gauge"
-
-
-def _listed(labels: Labels) -> str:
-    escaped = {key: str(value).replace("\\", r"\\").replace('"', r"\"") for key, value in labels}
-    return ",".join(f'{key}="{value}"' for key, value in escaped.items())

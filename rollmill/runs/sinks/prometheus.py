@@ -19,10 +19,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.errors import ConfigError
+from rollmill.histogram import TEXT_TYPE, exposition
 from rollmill.runs.sink import Scalar, Sink
 
 if TYPE_CHECKING:
@@ -30,8 +33,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 3.0  # for a role to answer; Prometheus waits ten seconds by default
 MOST_BYTES = 1 << 24
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
-Families = dict[str, list[str]]  # name of a metric → its comment lines and samples, which must be together
+Families = dict[str, Metric]  # by name
 
 
 class PrometheusSettings(Config):
@@ -43,7 +45,7 @@ class Prometheus(Sink):
     def __init__(self, config: PrometheusSettings) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._figures: dict[tuple[str, str], float] = {}  # (metric, labels) → its newest value
+        self._figures: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # (metric, labels) → newest value
         self._directory, self._name = Path(), ""
         self._server: ThreadingHTTPServer | None = None
 
@@ -69,7 +71,7 @@ class Prometheus(Sink):
         with self._lock:
             for scalar in scalars:
                 for metric, labels, value in _metrics_of(scalar):
-                    self._figures[metric, _listed({"run": self._name, **labels})] = value
+                    self._figures[metric, tuple({"run": self._name, **labels}.items())] = value
 
     def close(self) -> None:
         if self._server is not None:
@@ -77,34 +79,38 @@ class Prometheus(Sink):
             self._server.server_close()
             self._server = None
 
-    def render(self) -> str:
+    def render(self) -> bytes:
         """All metrics as Prometheus text."""
         from rollmill.runs.run import RunDirectory
 
         families: Families = {}
         with self._lock:
-            for (metric, labels), value in sorted(self._figures.items()):
-                _add(families, metric, f"{metric}{{{labels}}} {value}")
+            figures = sorted(self._figures.items())
+        for (metric, labels), value in figures:
+            _add(families, metric, dict(labels), value)
         run = RunDirectory.open(self._directory)
         roles = [*run.config.gateways, *(spec.role for spec in run.config.engine_specs)]
         with ThreadPoolExecutor(len(roles)) as pool:
-            for role, text in zip(roles, pool.map(lambda role: _ask(run, role), roles), strict=True):
-                labels = _listed({"run": self._name, "role": role})
-                _add(families, "rollmill_role_up", f"rollmill_role_up{{{labels}}} {int(text is not None)}")
-                _merge(families, (text or "").splitlines(), labels)
-        return "".join(f"{line}\n" for lines in families.values() for line in lines)
+            for role, found in zip(roles, pool.map(lambda role: _ask(run, role), roles), strict=True):
+                own = {"run": self._name, "role": role}
+                _add(families, "rollmill_role_up", own, found is not None)
+                for family in found or ():
+                    known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                    for sample in family.samples:
+                        known.add_sample(sample.name, {**sample.labels, **own}, sample.value)
+        return exposition(families.values())
 
 
 class _Handler(BaseHTTPRequestHandler):
     @staticmethod
-    def render() -> str:
+    def render() -> bytes:
         raise NotImplementedError
 
     def do_GET(self) -> None:
         found = self.path.partition("?")[0] == "/metrics"
-        body = self.render().encode() if found else b"the metrics are at /metrics\n"
+        body = self.render() if found else b"the metrics are at /metrics\n"
         self.send_response(200 if found else 404)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Type", TEXT_TYPE)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -132,37 +138,16 @@ def _metrics_of(scalar: Scalar) -> Iterable[tuple[str, Mapping[str, str], float]
         yield "rollmill_training_step_time", {"stage": group}, scalar.at
 
 
-def _ask(run: RunDirectory, role: str) -> str | None:
+def _ask(run: RunDirectory, role: str) -> list[Metric] | None:
     """What a role says about itself; None if it does not answer."""
     from rollmill.runs.trust import ask
 
     try:
         status, body = ask(run, f"{run.url(role)}/metrics", PATIENCE_S, MOST_BYTES)
+        return list(text_string_to_metric_families(body.decode("utf-8", "replace"))) if status == 200 else None
     except (OSError, KeyError, ValueError):
         return None
-    return body.decode("utf-8", "replace") if status == 200 else None
 
 
-def _merge(families: Families, lines: Iterable[str], labels: str) -> None:
-    """Add the samples of a role, with more labels. Comments of a metric are taken from the first role that has it."""
-    family = ""
-    for line in lines:
-        if line.startswith("#"):
-            family = line.split(" ", 3)[2]
-            known = families.setdefault(family, [])
-            if line not in known and not any(each.startswith(line.split(family)[0] + family) for each in known):
-                known.insert(sum(each.startswith("#") for each in known), line)
-        elif (sample := _SAMPLE.fullmatch(line)) is not None:
-            own = f"{labels},{sample[2]}" if sample[2] else labels
-            families.setdefault(family or sample[1], []).append(f"{sample[1]}{{{own}}} {sample[3]}")
-
-
-def _add(families: Families, metric: str, sample: str) -> None:
-    families.setdefault(metric, [f"# TYPE {metric} gauge"]).append(sample)
-
-
-def _listed(labels: Mapping[str, str]) -> str:
-    escaped = {
-        key: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for key, value in labels.items()
-    }
-    return ",".join(f'{key}="{value}"' for key, value in escaped.items())
+def _add(families: Families, name: str, labels: Mapping[str, str], value: float) -> None:
+    families.setdefault(name, Metric(name, name, "gauge")).add_sample(name, dict(labels), value)

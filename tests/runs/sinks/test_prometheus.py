@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill import telemetry
 from rollmill.errors import ConfigError
 from rollmill.events import EVENTS as KINDS
 from rollmill.gateway.watching.metrics import METRICS as GATEWAY
-from rollmill.histogram import Histogram
 from rollmill.inference.engine import METRICS as ENGINE
 from rollmill.runs.open_sinks import Sinks
 from rollmill.runs.run import RunDirectory
@@ -35,16 +36,11 @@ class Role(BaseHTTPRequestHandler):
     """What a gateway or an engine answers at /metrics."""
 
     def do_GET(self) -> None:
-        histogram = Histogram()
-        histogram.add(0.5)
-        lines = [
-            "# HELP rollmill_x_running requests",
-            "# TYPE rollmill_x_running gauge",
-            'rollmill_x_running{engine="e"} 3',
-        ]
-        lines += ["# HELP rollmill_x_first_seconds time", "# TYPE rollmill_x_first_seconds histogram"]
-        lines += [f"rollmill_x_{line}" for line in histogram.lines("first_seconds", 'engine="e"')]
-        body = ("\n".join(lines) + "\n").encode()
+        registry = CollectorRegistry()
+        Gauge("rollmill_x_running", "requests", ["engine"], registry=registry).labels("e").set(3)
+        Histogram("rollmill_x_first_seconds", "time", ["engine"], registry=registry).labels("e").observe(0.5)
+        Counter("rollmill_x_done", "answers", ["engine"], registry=registry).labels("e").inc(4)
+        body = generate_latest(registry)
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -86,17 +82,17 @@ def test_one_address_has_training_and_every_role(tmp_path: Path) -> None:
     name = r'run="a \"run\""'
     for sample in (
         f'rollmill_training_reward_mean{{{name},stage="rl"}} 0.25',
-        f'rollmill_training_step{{{name},stage="midtrain"}} 3',
-        f'rollmill_training_heldout_loss{{{name},stage="midtrain",source="text"}} 2.0',
-        f'rollmill_eval_rate{{{name},split="heldout",mode="sampled"}} 0.5',
-        f'rollmill_weights_version{{{name},line="rl"}} 7',
-        f'rollmill_role_up{{{name},role="{roles[1]}"}} 1',
-        f'rollmill_role_up{{{name},role="{roles[2]}"}} 0',
-        f'rollmill_x_running{{{name},role="gateway",engine="e"}} 3',
+        f'rollmill_training_step{{{name},stage="midtrain"}} 3.0',
+        f'rollmill_training_heldout_loss{{{name},source="text",stage="midtrain"}} 2.0',
+        f'rollmill_eval_rate{{mode="sampled",{name},split="heldout"}} 0.5',
+        f'rollmill_weights_version{{line="rl",{name}}} 7.0',
+        f'rollmill_role_up{{role="{roles[1]}",{name}}} 1.0',
+        f'rollmill_role_up{{role="{roles[2]}",{name}}} 0.0',
+        f'rollmill_x_running{{engine="e",role="gateway",{name}}} 3.0',
+        f'rollmill_x_done_total{{engine="e",role="gateway",{name}}} 4.0',
     ):
         assert sample in text.splitlines(), text
-    parser = pytest.importorskip("prometheus_client.parser")
-    families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["rollmill_x_first_seconds"].type == "histogram"
     assert len({sample.labels["role"] for sample in families["rollmill_x_running"].samples}) == 2
 
