@@ -79,8 +79,8 @@ async def test_health_and_metrics() -> None:
         },
     }
     assert "main@9 (bf16) does not exist" in health["problem"]
-    assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()
-    assert 'rollmill_engine_sampled_tokens_total{engine="engine-test",region="home"} 12' in metrics.splitlines()
+    assert 'rollmill_engine_version{engine="engine-test",region="home"} 3.0' in metrics.splitlines()
+    assert 'rollmill_engine_sampled_tokens_total{engine="engine-test",region="home"} 12.0' in metrics.splitlines()
     assert "# TYPE rollmill_engine_sampled_tokens_total counter" in metrics
     parsed = {family.name: family for family in text_string_to_metric_families(metrics)}
     assert parsed["rollmill_engine_first_token_seconds"].type == "histogram"
