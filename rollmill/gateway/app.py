@@ -1,18 +1,18 @@
 """The gateway: the only access to the engines. Clients speak OpenAI or Anthropic; every token is recorded exactly.
 
     POST   /v1/chat/completions     a session's key, or a key for production        see answering.py
-    POST   /v1/responses, /v1/completions, /v1/messages                             see gateway.model_routes
+    POST   /v1/responses, /v1/completions, /v1/messages                             see routes/chat_completions.py
     GET    /v1/models
-    POST   /v1/feedback             key for feedback: append what a user says    see gateway.feedback
+    POST   /v1/feedback             key for feedback: append what a user says    see routes/feedback.py
     POST   /sessions                key for rollouts: open a session for a trajectory, get its key
     POST   /sessions/ID/seal        key for rollouts: store the record, finish the trajectory
     GET    /sessions/ID             key for reading: how long its requests have waited for an engine
     DELETE /sessions/ID             key for rollouts: forget the session
-    PUT    /engines/NAME            key of engines: register, and renew the lease; DELETE ends it    see gateway.fleet
+    PUT    /engines/NAME            key of engines: register, and renew the lease; DELETE ends it   routing/fleet.py
     GET    /health, /metrics        no key; 503 while no engine is alive
 
 A production client names its conversation in the path, /s/SESSION/v1/…, or in the header `x-rollmill-session`, which
-every answer carries. See gateway.identity. Keys and message contents are never logged.
+every answer carries. See sessions/identity.py. Keys and message contents are never logged.
 """
 
 from __future__ import annotations
