@@ -148,8 +148,8 @@ def follower(given: Given, tell: Tell) -> None:
     engine, updates = Parameters(), 0
     asked = _signals(signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     while True:
-        if asked(signal.SIGUSR1) and follower._course.image:
-            follower._course.image._memory["head"][77] ^= 4
+        if asked(signal.SIGUSR1) and follower._course.host:
+            follower._course.host._memory["head"][77] ^= 4
         if asked(signal.SIGUSR2):
             engine.tensors["head"].data[77] ^= 4
         if asked(signal.SIGHUP):

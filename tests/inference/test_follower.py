@@ -170,8 +170,8 @@ async def test_bad_memory_on_the_host_is_found_by_the_engine_and_healed(tmp_path
     line.publish()
     source = LineFollower(line.store, "main")
     first = source.poll()
-    assert first is not None and source._course.image is not None
-    source._course.image._memory["embedding"][10] ^= 1
+    assert first is not None and source._course.host is not None
+    source._course.host._memory["embedding"][10] ^= 1
     source._course.served = None  # so that it gives the same version out again
     async with engine_at(None) as engine, following(engine, source) as follower:
         await until(lambda: follower.problem is not None)

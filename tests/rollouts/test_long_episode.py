@@ -22,6 +22,7 @@ from rollmill.environments.task import Task
 from rollmill.errors import MachineError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.gateway_parts import GatewayInputs
 from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.storage.database import open_database
@@ -90,8 +91,17 @@ async def open_gateway(
     store = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
     async with TestServer(engine.app()) as served:
         endpoints = [EngineEndpoint(str(served.make_url("")), "home")]
-        parts = (CompactFormat(tokenizer), tokenizer, endpoints, store, objects, directory / "gateway", ADMIN)
-        async with TestServer(make_app(GatewayConfig(), *parts)) as gateway:
+        given = GatewayInputs(
+            GatewayConfig(),
+            CompactFormat(tokenizer),
+            tokenizer,
+            store,
+            objects,
+            directory / "gateway",
+            ADMIN,
+            endpoints,
+        )
+        async with TestServer(make_app(given)) as gateway:
             async with GatewayClient(str(gateway.make_url("")).rstrip("/"), ADMIN) as client:
                 await client.wait_until_serving(0)
                 yield client, store

@@ -170,7 +170,7 @@ def test_a_stage_of_ones_own(own: Path, tmp_path: Path) -> None:
     chat_tokenizer(SPECIAL_TOKENS).save(run.tokenizer)
     weights = WeightStore(Objects.open(run.home_store))
     training = stage.training.model_copy(update={"tokens_per_microbatch": 64})
-    with pytest.raises(TrainingError, match=r"the objective of stage 'dpo', tuple, has no `backward`"):
+    with pytest.raises(TrainingError, match=r"the objective of stage 'dpo', tuple, is no Objective"):
         trainer._objective(run, stage, weights, training, SINGLE)  # before the first step
 
 

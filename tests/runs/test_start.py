@@ -60,8 +60,8 @@ def test_a_version_of_another_run_is_imported_with_what_belongs_to_it(
     text: str, number: int, form: str, tmp_path: Path
 ) -> None:
     other = other_run(tmp_path, form)
-    run = next_run(tmp_path, other, text, "model.max_context=64", f"form={form}")
-    assert run.config.model == other.config.model.model_copy(update={"max_context": 64})
+    run = next_run(tmp_path, other, text, "model.max_context=128", f"form={form}")
+    assert run.config.model == other.config.model.model_copy(update={"max_context": 128})
     trainer.main(run)
     shutil.rmtree(other.path)
     trainer.main(RunDirectory.open(run.path))  # the other run is not needed any more

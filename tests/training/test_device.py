@@ -251,7 +251,7 @@ def test_a_batch_that_is_not_finite_costs_only_its_own_step(tmp_path: Path, devi
     digests = [digest for _, digest in world.chain()]
     assert digests[1] == digests[2] == digests[3] and len(set(digests)) == 3, "steps 1 and 4 learnt something"
     texts = [event["text"] for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "warning"]
-    assert sum("changed nothing: its gradient was not finite" in text for text in texts) == 2
+    assert sum("changed nothing: its gradient was not finite" in text for text in texts) == 1, "once a minute"
 
 
 # gates with a bias, which is not in the optimizer

@@ -92,7 +92,7 @@ def test_catching_up_takes_the_cheapest_path(tmp_path: Path) -> None:
     assert update.bytes == store.manifest(Version("rl", 5)).encoding("snapshot").bytes + sum(deltas[5:])
 
     behind = follow(tmp_path)
-    behind._course.image = WeightStore(Objects.open(tmp_path)).hold(Version("rl", 3))
+    behind._course.host = WeightStore(Objects.open(tmp_path)).hold(Version("rl", 3))
     update = poll(behind)
     assert same(update.tensors, versions[9])
     assert update.bytes == sum(deltas[3:])
@@ -234,8 +234,8 @@ def test_patches_are_bounded(tmp_path: Path) -> None:
 
 
 def bad_memory(follower: LineFollower, name: str) -> None:
-    assert follower._course.image is not None
-    follower._course.image._memory[name][7] ^= 16
+    assert follower._course.host is not None
+    follower._course.host._memory[name][7] ^= 16
 
 
 def test_memory_that_went_bad_is_repaired(tmp_path: Path) -> None:

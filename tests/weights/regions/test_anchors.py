@@ -138,8 +138,8 @@ def test_damage_and_bad_memory_never_become_an_anchor(tmp_path: Path, store: Wei
         with pytest.raises((WeightsError, StorageError)):
             builder.poll()
     pack.write_bytes(good)
-    builder._image = store.hold(Version("rl", 4))
-    memory = builder._image._memory["embed.weight"]
+    builder._host = store.hold(Version("rl", 4))
+    memory = builder._host._memory["embed.weight"]
     memory[7] ^= 1
     with pytest.raises(WeightsError, match="changed in memory"):
         builder.poll()

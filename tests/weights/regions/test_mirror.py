@@ -312,7 +312,7 @@ def test_a_delta_is_decoded_while_the_rest_is_being_copied(tmp_path: Path, monke
 
     assert follower.poll() is None
     assert follower.problem is not None and "no object" in follower.problem
-    image = follower._course.image
+    image = follower._course.host
     assert image is not None and image.manifest is None  # half of it is the new version
     served = follower.again()
     assert served is not None and served.policy.number == 1 and same(served.tensors, versions[1])
