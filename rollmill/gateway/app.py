@@ -29,6 +29,7 @@ from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.access.access import given_key
 from rollmill.gateway.access.account import current_account
 from rollmill.gateway.access.keys import unknown_key
+from rollmill.gateway.garbage_policy import collect_all
 from rollmill.gateway.gateway_parts import GatewayInputs, GatewayParts
 from rollmill.gateway.openapi import document
 from rollmill.gateway.routes.chat_completions import ModelRoutes, dialect_name, dialect_of
@@ -97,7 +98,8 @@ class Gateway:
         if self._fleet_routes is not None:
             await self._fleet_routes.look()  # the first request must find what there is
         await parts.router.start()
-        forever = parts.sealer.sweep(), parts.early.run(), self._keep_following()
+        collecting = collect_all(lambda: not parts.answering.running, lambda: parts.recorder.living_bytes)
+        forever = parts.sealer.sweep(), parts.early.run(), self._keep_following(), collecting
         sweeps = [asyncio.create_task(each) for each in forever]
         if splits is not None:
             sweeps.append(asyncio.create_task(follow(splits, parts.router.divide)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import gc
 import json
 import resource
 import subprocess
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.errors import ConfigError
+from rollmill.gateway.garbage_policy import collect_as_usual
 from rollmill.gateway.watching.observer import ACCESS_LOG
 from rollmill.launch.roles.gateway import prepare_process, tls_context
 from rollmill.launch.services import health
@@ -193,5 +193,5 @@ def test_the_process_may_open_many_connections() -> None:
         prepare_process()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 1 << 16)
     finally:
-        gc.unfreeze()
+        collect_as_usual()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

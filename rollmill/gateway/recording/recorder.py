@@ -99,6 +99,11 @@ class Recorder:
             return f"cannot write {self._path}: the disk has not answered for {waited:.0f} s"
         return self._failure
 
+    @property
+    def living_bytes(self) -> int:
+        """Of the entries of open sessions."""
+        return self._places.living
+
     async def append(self, session: str, data: bytes, *, wait_s: float | None = None) -> None:
         """Returns when `data` is on disk. With `wait_s`: raises StorageError if the disk takes longer."""
         write = self._enqueue(session, data, closes=False)

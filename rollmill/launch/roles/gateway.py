@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import socket
@@ -16,6 +15,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.garbage_policy import collect_little
 from rollmill.gateway.gateway_parts import GatewayInputs
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
@@ -101,14 +101,13 @@ def _listen(run: RunDirectory, role: str) -> socket.socket:
 
 
 def prepare_process() -> None:
-    """Allows thousands of connections, spares the garbage collector what lives as long as the process, and lets the
-    thread of the session log run soon: answers wait for it."""
+    """Allows thousands of connections, keeps collections of garbage short, and lets the thread of the session log run
+    soon: answers wait for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    gc.collect()
-    gc.freeze()
+    collect_little()
     sys.setswitchinterval(_SWITCH_S)
 
 
