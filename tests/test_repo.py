@@ -141,7 +141,7 @@ FOLDERS = {
     "rollmill.gateway": ("wire", "access", "watching", "sessions", "recording", "routing", "routes"),
     "rollmill.inference": ("embedded", "vllm"),
     "rollmill.launch": ("launchers", "roles"),
-    "rollmill.machines": ("guest", "images", "namespace", "remote", "qemu"),
+    "rollmill.machines": ("guest", "oci", "images", "namespace", "remote", "qemu"),
     "rollmill.models": ("kernels", "updates", "huggingface"),
     "rollmill.models.kernels": ("quantised", "attention", "heads"),
     "rollmill.runs": ("configuration", "shared", "sinks"),
