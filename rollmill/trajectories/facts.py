@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,11 +31,6 @@ Natural = Annotated[int, Field(ge=0)]
 Int31 = Annotated[int, Field(ge=0, lt=1 << 31)]  # token ids and version numbers: they go into 32-bit columns and arrays
 POLICIES = TypeAdapter(list[PolicyRef])
 SPANS = TypeAdapter(list[Span])
-
-
-def to_arrays(**facts: Sequence[float]) -> dict[str, np.ndarray]:
-    """Converts facts that are lists to arrays of their type."""
-    return {name: np.array(values, DTYPES[name][0]) for name, values in facts.items()}
 
 
 def to_plain(value: object) -> object:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -285,12 +285,6 @@ class Ledger:
 
     # steps: the trainer's side
 
-    def untaken_groups(self) -> list[GroupRow]:
-        """Groups that no step has taken yet, running or waiting, oldest first."""
-        with reading(self._engine) as connection:
-            found = [_to_group(row) for row in connection.execute(_UNTAKEN, {"of_run": self.run})]
-        return _oldest_first(found)
-
     def changed_groups(self, seen: int | None) -> tuple[int, list[GroupRow]]:
         """The number of the newest change of the run's groups, and the groups that changed after number `seen`, taken
         ones too. With None: the untaken ones."""
@@ -439,10 +433,6 @@ class Ledger:
             )
 
 
-def _oldest_first(found: Iterable[GroupRow]) -> list[GroupRow]:
-    return sorted(found, key=lambda group: (group.created_at, group.id))
-
-
 def _to_group(row: sa.Row[Any]) -> GroupRow:
     fields = dict(row._mapping)
     fields["state"] = GroupState(fields["state"])
@@ -458,9 +448,10 @@ class UntakenGroups:
         self._groups: list[GroupRow] = []
 
     def look(self) -> list[GroupRow]:
-        """Oldest first, as `Ledger.untaken_groups`. The same list as before if nothing has changed."""
+        """Oldest first. The same list as before if nothing has changed."""
         before, (self._seen, changed) = self._seen, self._ledger.changed_groups(self._seen)
         if self._seen != before:
             known = {group.id: group for group in (*self._groups, *changed)}
-            self._groups = _oldest_first(group for group in known.values() if group.state in _NOT_TAKEN)
+            untaken = (group for group in known.values() if group.state in _NOT_TAKEN)
+            self._groups = sorted(untaken, key=lambda group: (group.created_at, group.id))
         return self._groups

@@ -12,9 +12,6 @@
     N.kept_sizes      int32    [T - offset]   bytes of each token's set in N.kept; absent if no set was recorded
     N.kept            uint8    the tokens that could be drawn, where some were excluded: see allowed_tokens.py
 
-Version 1 stored all arrays but tokens whole, and no routes_at and routes_more. Version 2 had no kept sets, no
-penalties and no min_p.
-
 Payloads come from other regions and from object stores that others may write to, so decoding trusts nothing: whatever
 `decode_trajectory` returns satisfies every invariant of `check_trajectory`, and anything else raises TrajectoryError.
 Encoding checks the same, so nothing is sealed that could not be read again. State, reason and rewards are facts of the
@@ -61,7 +58,7 @@ class _SegmentRecord:
 class _Record:
     __pydantic_config__ = ConfigDict(**STRICT, extra="forbid")
 
-    version: Literal[1, 2, 3]
+    version: Literal[3]
     id: str
     task_id: str
     group_id: str
@@ -116,9 +113,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
             refuse_record(record.id, f"two segments with the id {facts.id!r}")
         own = {name: arrays.pop(f"{index}.{name}", None) for name in (*DTYPES, *_MORE_ROUTES)}
         refuse = partial(refuse_record, f"{record.id}: segment {facts.id!r}")
-        whole = _expand(own, facts.parent, segments, room, refuse) if record.version > 1 else own
-        if record.version == 1:
-            whole["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
+        whole = _expand(own, facts.parent, segments, room, refuse)
         room -= sum(array.nbytes for array in whole.values() if array is not None)
         segments[facts.id] = Segment(**vars(facts), **{name: whole[name] for name in DTYPES})  # type: ignore[arg-type]
     if arrays:
@@ -289,24 +284,3 @@ def _expand_routes(
     whole[at] = more
     whole[offset:] = routes
     return whole
-
-
-def _whole_tokens(
-    trajectory_id: str,
-    own: np.ndarray | None,
-    sampled: np.ndarray | None,
-    described: _SegmentRecord,
-    earlier: dict[str, Segment],
-) -> np.ndarray:
-    """The tokens of a segment, with the prefix it shares with its parent."""
-    name, offset = described.parent or ("", 0)
-    shared = earlier[name].tokens if name in earlier else np.empty(0, np.int32)
-    if own is None or own.dtype != np.int32 or own.ndim != 1:
-        refuse_record(trajectory_id, f"segment {described.id!r}: tokens are missing or not a row of int32")
-    if not 0 <= offset <= len(shared):
-        where = f"segment {described.id!r}"
-        refuse_record(trajectory_id, f"{where} refers to {offset} tokens of {name!r}, which are not there")
-    # checked before copying: a chain of references to one long parent could use any amount of memory
-    if sampled is None or sampled.shape != (offset + len(own),):
-        refuse_record(trajectory_id, f"segment {described.id!r}: sampled is missing or not as long as the tokens")
-    return np.concatenate([shared[:offset], own])

@@ -99,38 +99,14 @@ class TrajectoryStore:
             return False
         return True
 
-    def finish(
-        self,
-        id: str,
-        payload_key: str,
-        submission_key: str | None,
-        *,
-        tokens: int,
-        sampled_tokens: int,
-        segments: int,
-        line: str | None = None,
-        form: str | None = None,
-        oldest_version: int | None = None,
-        newest_version: int | None = None,
-        causes: str | None = None,
-        regions: str | None = None,
-        turns: int | None = None,
-    ) -> None:
-        """Seal: the payload object has been written. `schema.seal_facts` gives the keyword arguments."""
+    def finish(self, id: str, payload_key: str, submission_key: str | None, **facts: str | int | None) -> None:
+        """Seal: the payload object has been written. `facts`: columns of the index, as `schema.seal_facts` gives."""
         keys = {"payload_key": payload_key, "submission_key": submission_key}
-        names = {"line": line, "form": form, "causes": causes, "regions": regions}
         values = {
             **{name: None if key is None else to_key(name, key, LONGEST_OBJECT_KEY) for name, key in keys.items()},
-            **{name: None if text is None else to_text(text) for name, text in names.items()},
-            "tokens": tokens,
-            "sampled_tokens": sampled_tokens,
-            "segments": segments,
-            "turns": turns,
-            "oldest_version": oldest_version,
-            "newest_version": newest_version,
+            **{name: to_text(fact) if isinstance(fact, str) else fact for name, fact in facts.items()},
             "finished_at": time.time(),
         }
-
         writing(self._engine, lambda connection: finish_trajectory(connection, id, values))
 
     def grade(self, id: str, reward: Grade) -> int:

@@ -29,7 +29,7 @@ from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims
-from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.ledger import Ledger, UntakenGroups
 from rollmill.trajectories.pace import Pace
 from rollmill.types import Grade, GroupState, LedgerState, StepRecord, TrajectoryState, Version
 from tests.rollouts.world import (
@@ -399,7 +399,7 @@ async def test_a_restart_grades_finished_trajectories_and_replaces_lost_ones(wor
     assert "dispatcher was restarted" in str(world.row(f"{RUN}-000000-1").reason)
     assert train_one_step(world.ledger, 3)  # and the run continues
     await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 3)
-    assert [group.id for group in world.ledger.untaken_groups()] == [f"{RUN}-{index:06d}" for index in (3, 4, 5)]
+    assert [group.id for group in UntakenGroups(world.ledger).look()] == [f"{RUN}-{index:06d}" for index in (3, 4, 5)]
     assert train_one_step(world.ledger, 3)
     await last
     assert await world.open_sessions() == 0

@@ -21,7 +21,7 @@ from rollmill.runs.admit_experience import admit_trajectories
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.ledger import Ledger, UntakenGroups
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -127,7 +127,10 @@ def test_of_the_run_that_a_run_started_from(tmp_path: Path, first: Mill) -> None
         first.run.config.stage("rl")
     )
     assert first.store.load("first-1-0").segments[0].policies[0].line == "rl", "the original stays"
-    assert {group.id: group.min_version for group in second.ledger.untaken_groups()} == {"first-1": -1, "first-2": 0}
+    assert {group.id: group.min_version for group in UntakenGroups(second.ledger).look()} == {
+        "first-1": -1,
+        "first-2": 0,
+    }
     again = admitted(second, first)
     assert again["first-1"] == ("refused", "in the ledger already: admitted")
     assert again["first-0"] == ("refused", "in the ledger already: stale") and second.ledger.open_groups() == 2
@@ -197,7 +200,7 @@ def test_the_group_is_admitted_whole_and_waits_for_its_members(first: Mill) -> N
     first.add_group("g", ["rl@3", "rl@2"], run="other")
     (verdict,) = admit_trajectories(first.run, "rl", [first.store.get("g-0")])
     assert (verdict.decision, verdict.ids) == ("admitted", ["g-0", "g-1"])
-    assert first.ledger.untaken_groups()[0].min_version == 2, "the oldest token decides"
+    assert UntakenGroups(first.ledger).look()[0].min_version == 2, "the oldest token decides"
     first.add_group("r", ["rl@3"] * 2, run="other")
     first.store.create(f"{first.run.id}/other", "r", "bug/7", ["r-9"], {})
     (verdict,) = admit_trajectories(first.run, "rl", [first.store.get("r-0")])

@@ -17,7 +17,7 @@ from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
 from rollmill.training.rl.deadlines import Candidate, choose_groups
 from rollmill.trajectories.admission import Experience, Member, Room, copied_row, oldest_position, renamed
-from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.ledger import Ledger, UntakenGroups
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -63,7 +63,7 @@ def test_an_admitted_group_is_ready_counts_as_open_and_is_trained_on(
     group = stored(store, objects, "x")
     assert decisions(ledger, group, dry_run=True) == ["admitted"] and ledger.groups() == []
     assert decisions(ledger, group) == ["admitted"]
-    (row,) = ledger.untaken_groups()
+    (row,) = UntakenGroups(ledger).look()
     assert (row.state, row.size, row.min_version, row.origin) == (GroupState.waiting, 2, 0, "other/rl")
     assert ledger.open_groups() == 1 and ledger.groups_started() == 0, "the dispatcher did not start it"
     assert [start(ledger, name) for name in "abcd"] == [True, True, True, False], "it counts against the bound"
@@ -208,7 +208,7 @@ def test_admission_beside_a_dispatcher_and_a_trainer(
             most.append(ledger.open_groups())
             for group in ledger.groups(GroupState.running):
                 settle(store, ledger, group.id)
-            number, untaken = ledger.committed() + 1, ledger.untaken_groups()
+            number, untaken = ledger.committed() + 1, UntakenGroups(ledger).look()
             ready = [Candidate(each.id, PACE.deadline(each.min_version), each.state == "waiting") for each in untaken]
             taken = choose_groups(ready, number, PACE.groups_per_step).take
             if taken is not None:

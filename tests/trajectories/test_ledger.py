@@ -12,7 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage import tables
 from rollmill.storage.database import reading, writing
-from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.ledger import Ledger, UntakenGroups
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, GroupState, LedgerState, StepRecord, Version
@@ -107,7 +107,7 @@ def test_groups_from_start_to_commit(store: TrajectoryStore, ledger: Ledger, eng
         assert_adds_up(ledger, engine)
     for group in "ba":
         settle(store, ledger, group)
-    untaken = ledger.untaken_groups()
+    untaken = UntakenGroups(ledger).look()
     assert [(group.id, group.state) for group in untaken] == [("a", "waiting"), ("b", "waiting"), ("c", "running")]
     assert (untaken[0].task_id, untaken[0].size, untaken[0].min_version) == ("task", 2, 0)
     written = record(ledger, 1, "b", "a")
@@ -116,7 +116,7 @@ def test_groups_from_start_to_commit(store: TrajectoryStore, ledger: Ledger, eng
     assert ledger.step(1) == written and ledger.steps() == [written] and ledger.step(2) is None
     assert list(ledger.step(1).trajectories) == list(written.trajectories)  # type: ignore[union-attr]
     assert ledger.steps(after=1) == [] and ledger.committed() == 0 and ledger.groups("waiting") == []
-    assert [group.id for group in ledger.untaken_groups()] == ["c"]
+    assert [group.id for group in UntakenGroups(ledger).look()] == ["c"]
     ledger.commit_step(1, Version("rl", 1), "digest")
     assert_adds_up(ledger, engine)
     assert ledger.committed() == 1 and ledger.counts()["trained"] == 4 and ledger.step(1) == written
@@ -309,7 +309,7 @@ def test_a_group_gets_the_version_that_is_committed_when_it_is_admitted(
     ledger.write_step(record(ledger, 2, "b"))
     ledger.commit_step(2, Version("rl", 2), "digest")
     assert ledger.replace_lost("c", "c-0", "c-0b") == 2
-    assert [group.min_version for group in ledger.untaken_groups()] == [1]  # its deadline stays what it was
+    assert [group.min_version for group in UntakenGroups(ledger).look()] == [1]  # its deadline stays what it was
 
 
 def test_a_trajectory_deleted_in_flight_ends_only_itself(

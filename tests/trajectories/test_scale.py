@@ -86,7 +86,7 @@ def hot(ledger: Ledger, store: TrajectoryStore, engine: sa.Engine) -> dict[str, 
         "results of a step": lambda: ledger.results(last - 1, last),
         "groups started": ledger.groups_started,
         "open groups": ledger.open_groups,
-        "untaken groups": ledger.untaken_groups,
+        "untaken groups": UntakenGroups(ledger).look,
         "changed groups": lambda: ledger.changed_groups(1),
         "a step": lambda: ledger.step(last),
         "what runs did with a trajectory": lambda: store.entries("g-000000-0"),
@@ -150,7 +150,7 @@ def test_a_look_at_open_groups_reads_those_that_changed(engine: sa.Engine) -> No
             ledger.start_group(numbered, pace=PACE)
         untaken = UntakenGroups(ledger)
         first = untaken.look()
-        assert len(first) == count and first == ledger.untaken_groups()
+        assert len(first) == count and first == UntakenGroups(ledger).look()
         with statements(engine) as sent:
             assert untaken.look() is first
         assert len(sent) == 1, "nothing has changed"
@@ -161,7 +161,7 @@ def test_a_look_at_open_groups_reads_those_that_changed(engine: sa.Engine) -> No
         else:
             ledger.close_group("g-000001", dropped, 1)
         assert len(ledger.changed_groups(seen)[1]) == 1
-        assert untaken.look() == ledger.untaken_groups() != first
+        assert untaken.look() == UntakenGroups(ledger).look() != first
 
 
 def test_admission_asks_as_often_for_many_groups_as_for_few(engine: sa.Engine) -> None:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from rollmill.errors import ObjectMissing, TrajectoryError
 from rollmill.storage.database import erase_deleted, open_database, reading
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.ledger import Ledger, UntakenGroups
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -247,7 +247,7 @@ def test_polled_queries_use_an_index(tmp_path: Path) -> None:
     ledger = Ledger(engine, "run")
     polled: list[tuple[str, Any]] = []
     sa.event.listen(engine, "before_cursor_execute", lambda *event: polled.append((event[2], event[3])))
-    ledger.untaken_groups(), ledger.open_groups(), ledger.counts(), ledger.committed()
+    UntakenGroups(ledger).look(), ledger.open_groups(), ledger.counts(), ledger.committed()
     with reading(engine) as connection:
         for statement, parameters in [pair for pair in polled if pair[0].startswith("SELECT")]:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).scalars("detail").all()
