@@ -52,6 +52,7 @@ from rollmill.weights.format.manifest import (
     digest_bytes,
     parse_manifest,
     root_digest,
+    seal,
 )
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.host_weights import HostWeights
@@ -331,7 +332,7 @@ def take_packs(count: int) -> float:
 
 def read_manifest(count: int) -> float:
     manifest, _ = version_of(0, count, None)
-    data = manifest.to_bytes()
+    data = seal(manifest)
     return seconds(lambda: parse_manifest(data, manifest.version, "bf16"), 1)
 
 

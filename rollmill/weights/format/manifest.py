@@ -7,7 +7,6 @@ way. It is another snapshot of an existing version, made in the region that need
 
 from __future__ import annotations
 
-import builtins
 import functools
 import json
 import math
@@ -225,9 +224,6 @@ class Manifest(StrictModel):
         """The chunk table in order: tensors by name, chunks by row."""
         return chunk_table(self.tensors)
 
-    def to_bytes(self) -> builtins.bytes:
-        return seal(self)
-
 
 class Anchor(StrictModel):
     """A snapshot of an existing version, made from deltas, later than its manifest and possibly in another region."""
@@ -247,9 +243,6 @@ class Anchor(StrictModel):
     @property
     def bytes(self) -> int:
         return self.snapshot.bytes
-
-    def to_bytes(self) -> builtins.bytes:
-        return seal(self)
 
 
 _Sealed = TypeVar("_Sealed", bound=StrictModel)

@@ -133,10 +133,7 @@ class WeightStore:
         """A whole pack, checked against its digest. Never reads more than the manifest says."""
         key = pack_key(manifest, pack)
         data = self.objects.get_range(key, 0, pack.bytes)
-        if digest_bytes(data) != pack.digest:
-            raise WeightsError(
-                f"{key!r} in {self.objects.url} is damaged: its bytes do not have the digest in its name"
-            )
+        check_pack(self.objects, key, data, pack)
         return data
 
     # -- routes: how a version can be restored from what is in this store. Nothing is decoded.
@@ -238,6 +235,11 @@ class WeightStore:
             return self.hold(version, form)
         except (StorageError, WeightsError):
             return None
+
+
+def check_pack(objects: Objects, key: str, data: bytes, pack: Pack) -> None:
+    if digest_bytes(data) != pack.digest:
+        raise WeightsError(f"{key!r} in {objects.url} is damaged: its bytes do not have the digest in its name")
 
 
 def _check_start(start: Leg, read_pack: Callable[[Manifest, Pack], bytes]) -> None:

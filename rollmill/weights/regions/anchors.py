@@ -12,7 +12,7 @@ import time
 from rollmill.errors import ObjectExists, WeightsError
 from rollmill.storage.parallel import sizes_of
 from rollmill.types import Version
-from rollmill.weights.format.manifest import Anchor, Manifest, layout_of
+from rollmill.weights.format.manifest import Anchor, Manifest, layout_of, seal
 from rollmill.weights.format.object_keys import anchor_key, pack_key, valid_name
 from rollmill.weights.reading.host_weights import HostWeights, restore
 from rollmill.weights.reading.weight_store import HeadWatch, WeightStore
@@ -75,7 +75,7 @@ class AnchorBuilder:
         )
         key = anchor_key(manifest.version, self.form)
         try:
-            self.store.objects.create(key, anchor.to_bytes())
+            self.store.objects.create(key, seal(anchor))
         except ObjectExists:  # from another builder, or our own request was retried
             return False
         if None in sizes_of(self.store.objects, [pack_key(anchor, pack) for pack in anchor.snapshot.packs]):

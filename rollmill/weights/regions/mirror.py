@@ -24,12 +24,12 @@ from rollmill.storage.objects import Objects
 from rollmill.storage.parallel import THREADS, Uploads, read_ranges
 from rollmill.types import Version
 from rollmill.weights.files.companions import copy_companions
-from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_bytes, parse_manifest
+from rollmill.weights.format.manifest import Anchor, Manifest, Pack, parse_manifest, seal
 from rollmill.weights.format.object_keys import anchor_key, manifest_key, pack_key
 from rollmill.weights.reading.channels import Channels, entry_key, parse_entry
 from rollmill.weights.reading.line_follower import Ahead, CopyResult
 from rollmill.weights.reading.read_plan import Leg, LegFailed, LegId, plan_legs
-from rollmill.weights.reading.weight_store import HeadWatch, WeightStore
+from rollmill.weights.reading.weight_store import HeadWatch, WeightStore, check_pack
 
 _FIRST_LOOK, _LONGEST_LOOK = 2, 16  # manifests requested at a time
 _LISTING_SECONDS = 30.0  # how often the source is listed, to find versions after a missing number
@@ -94,7 +94,7 @@ class Mirror:
         """Fetch a pack that is missing or damaged here, write it over what is there, and return it."""
         key = pack_key(manifest, pack)
         (data,) = read_ranges(self.source.objects, [(key, 0, pack.bytes)], self._threads)
-        self._check(key, data, pack)
+        check_pack(self.source.objects, key, data, pack)
         self.target.objects.put(key, data)
         return data
 
@@ -236,7 +236,7 @@ class Mirror:
         key = pack_key(leg.manifest, pack)
         try:
             data = next(stream)
-            self._check(key, data, pack)
+            check_pack(self.source.objects, key, data, pack)
         except (ObjectMissing, ObjectTruncated, WeightsError) as error:
             raise LegFailed(leg, error.message) from None
         writes.create(key, data)
@@ -244,12 +244,6 @@ class Mirror:
             return
         if sum(map(len, self._remembered.values())) + len(data) <= _REMEMBERED_BYTES:
             self._remembered[pack.digest] = data
-
-    def _check(self, key: str, data: bytes, pack: Pack) -> None:
-        if digest_bytes(data) != pack.digest:
-            raise WeightsError(
-                f"{key!r} in {self.source.objects.url} is damaged: its bytes do not have the digest in its name"
-            )
 
     def _commit(self, leg: Leg, manifest: bytes) -> None:
         """Create the manifest last: without its anchor the version could not be restored here, without its companions
@@ -259,7 +253,7 @@ class Mirror:
             copy_companions(self.source, self.target, leg.manifest)
         if leg.anchor is not None:
             with contextlib.suppress(ObjectExists):  # one was made here meanwhile
-                self.target.objects.create(anchor_key(version, form), leg.anchor.to_bytes())
+                self.target.objects.create(anchor_key(version, form), seal(leg.anchor))
         _create(self.target.objects, manifest_key(version, form), manifest)
         self._accompanied.add(version.line)  # only now: those of a line without a version may be collected
 

@@ -30,7 +30,7 @@ from pydantic import Field, ValidationError
 from rollmill.errors import ObjectExists, StorageError, WeightsError
 from rollmill.strict import StrictModel, describe_problem, parse_json
 from rollmill.types import Version
-from rollmill.weights.format.manifest import Encoding, Manifest, TensorEntry, root_digest
+from rollmill.weights.format.manifest import Encoding, Manifest, TensorEntry, root_digest, seal
 from rollmill.weights.format.object_keys import epoch_key, manifest_key, valid_name
 from rollmill.weights.reading.weight_store import WeightStore
 
@@ -56,9 +56,29 @@ class Writer:
         """Fence every other writer. Returns the newest version."""
         self.refuse_if_fenced()
         head = self.store.head(self.line, self.form)
-        self.epoch = take_epoch(self.store, self.line, self.form, self.name, head)
+        self.epoch = self.take_epoch(head)
         head = self.store.head(self.line, self.form, after=head)  # a version may have been committed in between
         return self.store.manifest(Version(self.line, head), self.form) if head is not None else None
+
+    def take_epoch(self, after: int | None) -> int:
+        """Create the next epoch. Returns its number. `after` is the head that was seen."""
+        number = self.store.epoch(self.line, self.form) + 1
+        epoch = Epoch(writer=self.name, after=after, at=time.time())
+        while True:
+            try:
+                self.store.objects.create(epoch_key(self.line, self.form, number), epoch.model_dump_json().encode())
+                return number
+            except ObjectExists:
+                if self._read(number).writer == self.name:
+                    return number  # our own request was retried after its answer was lost
+                number += 1
+
+    def _read(self, number: int) -> Epoch:
+        """The content of an epoch. Only the existence of its key matters, so damage costs only a name in a message."""
+        try:
+            return parse_json(self.store.objects.get(epoch_key(self.line, self.form, number)), Epoch)
+        except (StorageError, ValueError):
+            return Epoch(writer="another one")
 
     def refuse_if_fenced(self) -> None:
         if self._fenced is not None:
@@ -67,17 +87,21 @@ class Writer:
     def check(self) -> None:
         """Raise WeightsError if another process took over the line; from then on always."""
         self.refuse_if_fenced()
-        try:
-            check_epoch(self.store, self.line, self.form, self.epoch)
-        except WeightsError as error:
-            self._fenced = error
-            raise
+        if self.store.objects.head(epoch_key(self.line, self.form, self.epoch + 1)) is not None:
+            newest = self.store.epoch(self.line, self.form)
+            owner = self._read(newest)
+            self._fenced = WeightsError(
+                f"this writer (epoch {self.epoch}) is fenced: {owner.writer} took over {self.line} ({self.form})"
+                f"{_when(owner.at)} (epoch {newest})",
+                hint="one trainer per line; stop this one, or start it again: it then takes over the line at its head",
+            )
+            raise self._fenced
 
     def commit(self, manifest: Manifest) -> bool:
         """Create the manifest. False: the number is taken."""
         self.check()
         try:
-            self.store.objects.create(manifest_key(manifest.version, self.form), manifest.to_bytes())
+            self.store.objects.create(manifest_key(manifest.version, self.form), seal(manifest))
         except ObjectExists:
             return False
         return True
@@ -134,41 +158,6 @@ class Writer:
                 f"{self.line} is at {last.number}, so {number} cannot be published: numbers follow each other",
                 hint="to continue from an earlier version, start a line with a new name; its parent can be any version",
             )
-
-
-def take_epoch(store: WeightStore, line: str, form: str, writer: str, after: int | None) -> int:
-    """Take over the line. Returns the epoch that was created. `after` is the head that was seen."""
-    number = store.epoch(line, form) + 1
-    epoch = Epoch(writer=writer, after=after, at=time.time())
-    while True:
-        try:
-            store.objects.create(epoch_key(line, form, number), epoch.model_dump_json().encode())
-            return number
-        except ObjectExists:
-            if _read(store, line, form, number).writer == writer:
-                return number  # our own request was retried after its answer was lost
-            number += 1
-
-
-def check_epoch(store: WeightStore, line: str, form: str, number: int) -> None:
-    """Raise WeightsError if another process took over the line after epoch `number`."""
-    if store.objects.head(epoch_key(line, form, number + 1)) is None:
-        return
-    newest = store.epoch(line, form)
-    epoch = _read(store, line, form, newest)
-    raise WeightsError(
-        f"this writer (epoch {number}) is fenced: {epoch.writer} took over {line} ({form}){_when(epoch.at)} "
-        f"(epoch {newest})",
-        hint="one trainer per line; stop this one, or start it again so that it takes over the line at its head",
-    )
-
-
-def _read(store: WeightStore, line: str, form: str, number: int) -> Epoch:
-    """The content of an epoch. Only the existence of its key matters, so damage costs only a name in a message."""
-    try:
-        return parse_json(store.objects.get(epoch_key(line, form, number)), Epoch)
-    except (StorageError, ValueError):
-        return Epoch(writer="another one")
 
 
 def _when(at: float | None) -> str:

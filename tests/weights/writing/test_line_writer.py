@@ -12,7 +12,7 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Publisher, Tensors, WeightStore
 from rollmill.weights.format.object_keys import epoch_key
-from rollmill.weights.writing.line_writer import take_epoch
+from rollmill.weights.writing.line_writer import Writer
 from tests.weights.build import history, make_tensors, publish_line, same, train_step
 from tests.weights.worker import FENCED, stopped_at
 
@@ -73,7 +73,8 @@ def test_a_damaged_epoch_still_fences(store: WeightStore) -> None:
 
 def test_a_lost_answer_does_not_count_as_a_second_writer(store: WeightStore) -> None:
     """The request to create the epoch is sent again, and finds the object it created itself."""
-    assert take_epoch(store, "rl", "bf16", "me", None) == 1
+    writer = Writer(store, "rl", "bf16")
+    assert writer.take_epoch(None) == 1
     real = store.objects.create
 
     def twice(key: str, data: bytes) -> None:
@@ -81,7 +82,7 @@ def test_a_lost_answer_does_not_count_as_a_second_writer(store: WeightStore) -> 
         real(key, data)
 
     store.objects.create = twice  # type: ignore[method-assign]
-    assert take_epoch(store, "rl", "bf16", "me", 0) == 2
+    assert writer.take_epoch(0) == 2
     assert store.epoch("rl") == 2
 
 
