@@ -221,13 +221,14 @@ def collect_classed(old, new, table, totals, members, classes, differences, valu
     sign = uint64(8) * width - uint64(1)
     changed = uintp(0)
     for index in range(uintp(old.size)):
-        before, after = uint64(old[index]), uint64(new[index])
+        before = uint64(old[index])
         which = uintp(table[magnitude_byte(before, width)])
-        members[changed] = totals[which]
-        classes[changed] = uint8(which)
-        differences[changed] = kind(ordered(after, sign) - ordered(before, sign))
-        values[changed] = new[index]
-        changed += uintp(before != after)
+        if old[index] != new[index]:
+            members[changed] = totals[which]
+            classes[changed] = uint8(which)
+            differences[changed] = kind(ordered(uint64(new[index]), sign) - ordered(before, sign))
+            values[changed] = new[index]
+            changed += uintp(1)
         totals[which] += uint32(1)
     return changed
 
