@@ -28,7 +28,7 @@ from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.models.attention import PackedAttention, packed_positions
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.moe import router_stats
+from rollmill.models.moe import balance_loss
 from rollmill.training.config import OptimizerConfig, RLConfig
 from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer, learning_rate
@@ -148,7 +148,7 @@ class Trainer:
                 tokens.flatten(), packed_positions(lengths, self.device), PackedAttention(lengths, self.device)
             )
             loss = cross_entropy(self.model.logits(output.hidden), targets)
-            balance = router_stats(output.routings).balance if output.routings else 0.0
+            balance = balance_loss(output.routings) if output.routings else 0.0
             (loss + 0.01 * balance).backward()
             self.optimizer.update(learning_rate(settings, step, recipe.pretrain_steps))
         return float(loss.detach())

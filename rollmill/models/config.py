@@ -188,18 +188,18 @@ def with_context(model: ModelConfig, context: int, made_for: int) -> ModelConfig
     scaling, longer = model.rope_scaling, context / made_for
     if longer > 1:
         if scaling is None:
-            scaling = YarnRope(type="yarn", factor=longer, original_context=made_for, angle_scale=_yarn_scale(longer))
+            scaling = YarnRope(type="yarn", factor=longer, original_context=made_for, angle_scale=yarn_scale(longer))
         elif isinstance(scaling, Llama3Rope):
             scaling = scaling.model_copy(update={"factor": scaling.factor * longer})
         elif scaling.score_scale == 1:
             factor = scaling.factor * longer
-            angle_scale = scaling.angle_scale * _yarn_scale(factor) / _yarn_scale(scaling.factor)
+            angle_scale = scaling.angle_scale * yarn_scale(factor) / yarn_scale(scaling.factor)
             scaling = scaling.model_copy(update={"factor": factor, "angle_scale": angle_scale})
         else:
             raise ValueError("a model whose YaRN also scales attention scores (DeepSeek) cannot be lengthened")
     return model.model_copy(update={"max_context": context, "rope_scaling": scaling})
 
 
-def _yarn_scale(factor: float) -> float:
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
     """What YaRN multiplies queries and keys with: attention stays as sharp in a context `factor` times longer."""
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
 from rollmill.models.kernels.forms import is_quantised
-from rollmill.models.quantize import dequantise_into, host_tensor, layout_of_parts, quantise_state, round_parameters_
+from rollmill.models.quantize import (
+    CODES,
+    check_layout,
+    dequantise_into,
+    host_tensor,
+    layout_of_parts,
+    quantise_state,
+    round_codes_into,
+    served_type,
+)
 from rollmill.weights.format.chunk_audit import audit_host
 from rollmill.weights.format.manifest import Layout, TensorEntry, describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
@@ -26,9 +35,7 @@ from rollmill.weights.format.tensors import HostTensor
 _PIECE = 1 << 23  # elements
 _THREADED_BYTES = 64 << 20  # smaller weights are hashed and audited in one thread
 _MOST_THREADS = 16
-_KEPT_WIDE = ".router.bias"
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CODES = ("fp8_e4m3", "fp4x2")  # dtypes that only quantised forms have
 
 
 def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTensor]:
@@ -45,7 +52,7 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
 @torch.no_grad()
 def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
     """Copies host bytes into the parameters, only those in `changed` if given. No parameter changes unless all fit."""
-    if any(tensor.dtype in _CODES for tensor in tensors.values()):
+    if any(tensor.dtype in CODES for tensor in tensors.values()):
         dequantise_into(model, tensors, changed)
         return
     state = model.state_dict()
@@ -126,18 +133,23 @@ def round_to_form_(parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], 
     """Rounds in place to the values that will be served, so that trainer and engine compute with the same weights.
     Quantised forms need names, because only some parameters are quantised."""
     named = [item if isinstance(item, tuple) else ("", item) for item in parameters]
+    assert all(name for name, _ in named) or not is_quantised(form), "pairs of name and parameter"
+    round_into(((name, parameter, parameter) for name, parameter in named), form)
+
+
+@torch.no_grad()
+def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
+    """For each (name, values, into): writes the values that will be served into `into`, which may be `values`."""
     if is_quantised(form):
-        assert all(name for name, _ in named), "pairs of name and parameter"
-        round_parameters_(named, form)
-        return
+        return round_codes_into(parameters, form)
     dtype = _dtype(form)
-    for _, parameter in named:
-        parameter.copy_(parameter.to(dtype))
+    for _, values, into in parameters:
+        into.copy_(values)
+        into.copy_(into.to(dtype))
 
 
 def _kept(name: str, form: str) -> str:
-    # the router's bias is never rounded: engine and trainer would choose different experts
-    return "fp32" if name.endswith(_KEPT_WIDE) else form
+    return "fp32" if served_type(name) == torch.float32 else form
 
 
 def _dtype(form: str) -> torch.dtype:
@@ -156,18 +168,3 @@ def _copy(parameter: Tensor, tensor: HostTensor) -> None:
     for start in range(0, tensor.elements, _PIECE):
         piece = tensor.data[start * tensor.width : (start + _PIECE) * tensor.width].copy()
         flat[start : start + _PIECE].copy_(torch.from_numpy(piece).view(dtype))
-
-
-def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor | TensorEntry]) -> None:
-    """Raises WeightsError unless these weights are of this model."""
-    missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
-    shapes = [
-        f"{name} is {tuple(state[name].shape)} here and {tensors[name].shape} there"
-        for name in sorted(state.keys() & tensors.keys())
-        if tuple(state[name].shape) != tensors[name].shape
-    ]
-    if missing or unknown or shapes:
-        raise WeightsError(
-            f"the weights are of another model: missing {missing}, unknown {unknown}, shapes {shapes}",
-            hint="the [model] section must be the one the line was trained with",
-        )

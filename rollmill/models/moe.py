@@ -7,6 +7,7 @@ the gate keeps its gradient. (Scores that are zero outside the live top-k would 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,16 +48,6 @@ class Routing:
     chosen: Tensor  # int64 [N, k]
 
 
-@dataclass(frozen=True)
-class RouterStats:
-    """Means over tokens. `flip_rate` and `zero_overlap` compare the live choice with the replayed one."""
-
-    load: Tensor  # [moe layers, experts], shares of the choices; sums to 1 per layer
-    balance: Tensor  # scalar with gradient, 1 when the load is even; add a small multiple to the loss
-    flip_rate: Tensor  # [moe layers], share of tokens whose set of experts differs
-    zero_overlap: Tensor  # [moe layers], share of tokens with no expert in common: misaligned routes show here
-
-
 def expert_counts(chosen_Nk: Tensor, experts: int) -> Tensor:
     """int64 [experts]: how often each expert was chosen."""
     if has_triton(chosen_Nk.device):  # bincount would wait for the device, to learn the largest number
@@ -66,21 +57,24 @@ def expert_counts(chosen_Nk: Tensor, experts: int) -> Tensor:
     return torch.bincount(chosen_Nk.flatten(), minlength=experts)
 
 
-def router_stats(routings: list[Routing], valid_N: Tensor | None = None) -> RouterStats:
-    """Statistics over all tokens; the comparison with the replay only over the `valid` ones."""
-    load, balance, flips, zeros = [], [], [], []
+def rows_by_expert(chosen_Nk: Tensor) -> tuple[Tensor, Tensor]:
+    """One row per choice, in order of expert: the token of each row, and the row of each choice. A stable sort, so the
+    order of an expert's rows does not depend on the algorithm."""
+    order_R = chosen_Nk.flatten().argsort(stable=True)
+    rank_R = torch.arange(order_R.numel(), device=order_R.device)
+    place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
+    return order_R // chosen_Nk.shape[1], place_Nk
+
+
+def balance_loss(routings: Sequence[Routing]) -> Tensor:
+    """A scalar with gradient, 1 when the load of the experts is even; add a small multiple to the loss."""
+    found = []
     for routing in routings:
         experts = routing.scores.shape[1]
         share = expert_counts(routing.chosen, experts).float() / routing.chosen.numel()
         probability = routing.scores / routing.scores.sum(-1, keepdim=True)
-        load.append(share)
-        balance.append(experts * (share * probability.mean(0)).sum())
-        common = (routing.live.unsqueeze(2) == routing.chosen.unsqueeze(1)).any(2).sum(1)
-        if valid_N is not None:
-            common = common[valid_N]
-        flips.append((common < routing.chosen.shape[1]).float().mean())
-        zeros.append((common == 0).float().mean())
-    return RouterStats(torch.stack(load), torch.stack(balance).mean(), torch.stack(flips), torch.stack(zeros))
+        found.append(experts * (share * probability.mean(0)).sum())
+    return torch.stack(found).mean()
 
 
 class Router(nn.Module):
@@ -163,13 +157,8 @@ class MixtureOfExperts(nn.Module):
         """Sends each token through its chosen experts, sums the weighted outputs in top-k order, and adds `skip`."""
         if len(x_NW) and groups(x_NW, self.gate_up, self.down):
             return experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW, self._form, self.exact)
-        # a stable sort, so the order of an expert's rows does not depend on the algorithm
-        expert_R = chosen_Nk.flatten()
-        order_R = expert_R.argsort(stable=True)
-        rank_R = torch.arange(order_R.numel(), device=order_R.device)
-        place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
-        token_R = order_R // chosen_Nk.shape[1]
-        counts = torch.bincount(expert_R, minlength=self.gate_up.shape[0]).tolist()
+        token_R, place_Nk = rows_by_expert(chosen_Nk)
+        counts = torch.bincount(chosen_Nk.flatten(), minlength=self.gate_up.shape[0]).tolist()
         rows = dispatch_rows(x_NW, token_R, place_Nk)
         inner = swiglu(grouped_linear(rows, self.gate_up, counts, self._form, self.exact))
         rows = grouped_linear(inner, self.down, counts, self._form, self.exact)

@@ -36,6 +36,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "fp8_e4m3": fp8.CODES,
     "fp4x2": torch.uint8,
 }
+CODES = {"fp8_e4m3", "fp4x2"}  # dtypes that only quantised forms have
 _PIECE = 1 << 24  # elements quantised at once: bounds the extra memory to a few times this
 
 
@@ -89,15 +90,9 @@ def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed
 
 
 @torch.no_grad()
-def round_parameters_(parameters: Iterable[tuple[str, Tensor]], form: str) -> None:
-    """Rounds values to those that will be served, so that trainer and engine compute with the same weights."""
-    round_into(((name, parameter, parameter) for name, parameter in parameters), form)
-
-
-@torch.no_grad()
-def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
-    """For each (name, values, into): writes the values that will be served into `into`, which may be `values`. It runs
-    after every step, so it launches few kernels and waits once."""
+def round_codes_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
+    """`host_tensors.round_into` in a quantised form. It runs after every step, so it launches few kernels and waits
+    once."""
     coded: list[tuple[str, Tensor, Tensor]] = []
     for name, values, into in parameters:
         if quantises(name, values):
@@ -237,22 +232,25 @@ def place(tensor: HostTensor, device: torch.device) -> Tensor:
 
 
 def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor | TensorEntry]) -> None:
-    """Raises WeightsError unless these tensors are of this model, in any quantised form."""
-    form = "nvfp4" if any(tensor.dtype == "fp4x2" for tensor in tensors.values()) else "fp8"
-    parts = [layout_of_parts(name, tensor, form) for name, tensor in state.items()]
-    expected = {part: entry for each in parts for part, entry in each.items()}
-    odd = sorted(expected.keys() ^ tensors.keys())
-    odd += [name for name in expected.keys() & tensors.keys() if expected[name] != _entry(tensors[name])]
+    """Raises WeightsError unless these tensors are of this model, in any form."""
+    codes = {tensor.dtype for tensor in tensors.values()}
+    expected: dict[str, object]
+    found: dict[str, object]
+    if codes & CODES:
+        form = "nvfp4" if "fp4x2" in codes else "fp8"
+        parts = [layout_of_parts(name, tensor, form) for name, tensor in state.items()]
+        expected = {part: entry for each in parts for part, entry in each.items()}
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    else:
+        expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+    odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if odd:
-        here, there = expected.get(odd[0]), _entry(tensors[odd[0]]) if odd[0] in tensors else None
+        here, there = expected.get(odd[0]), found.get(odd[0])
         raise WeightsError(
             f"the weights are of another model: {len(odd)} tensors differ, as {odd[0]}: {here} here, {there} there",
             hint="the [model] section and the form must be those the line was trained with",
         )
-
-
-def _entry(tensor: HostTensor | TensorEntry) -> tuple[str, tuple[int, ...]]:
-    return tensor.dtype, tensor.shape
 
 
 def layout_of_parts(name: str, tensor: Tensor, form: str) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -137,8 +137,8 @@ class ParameterRows(Protocol):
         ...
 
     def round_into(self, parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
-        """(name, values, target): round the values of each parameter to a quantised form, into the target. The target
-        may be the values. Collective."""
+        """(name, values, target): round the values of each parameter to a form, into the target. The target may be the
+        values. Collective."""
         ...
 
     def dithered(self, name: str, values: Tensor, form: str, seed: int) -> Tensor:

@@ -15,9 +15,8 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import decoder_like, decoder_on, is_full
 from rollmill.models.dither import dithered
-from rollmill.models.host_tensors import load_host, to_host
+from rollmill.models.host_tensors import load_host, round_into, to_host
 from rollmill.models.moe import Replay
-from rollmill.models.quantize import round_into
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig

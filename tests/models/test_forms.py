@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy, linear
 from rollmill.models.attention import PackedAttention, packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder, DecoderOutput
+from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.kernels import forms, rows
 from rollmill.models.kernels.forms import FORMS, seen
 from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.models.moe import Replay
 from rollmill.models.packed_attention import packed_attention
-from rollmill.models.quantize import round_parameters_
 from tests.kernels import DEVICE, INTERPRETED, without_kernels
 from tests.models.reference import TINY, make_decoder
 from tests.models.test_quantize import blocks, draw
@@ -52,7 +52,7 @@ if INTERPRETED:  # which takes milliseconds per row
 def served(config: ModelConfig, form: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     source = make_decoder(config)
     with without_kernels():
-        round_parameters_(source.named_parameters(), form)
+        round_to_form_(source.named_parameters(), form)
     model = Decoder(config, dtype, form)
     model.load_state_dict(source.state_dict())
     return model.to(device)
@@ -155,7 +155,7 @@ def test_a_model_learns_in_this_form(form: str) -> None:
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
-        round_parameters_(model.named_parameters(), form)
+        round_to_form_(model.named_parameters(), form)
     assert losses[-1] < 0.5 * losses[0], losses[::10]
 
 
@@ -189,7 +189,7 @@ def test_fp8_products_of_the_hardware_agree_with_the_emulated_ones(shape: tuple[
     tokens, out, inputs = shape
     x = (draw(tokens, inputs) * torch.exp2(draw(tokens, 1, seed=3) * 4)).cuda().bfloat16()
     weight = draw(out, inputs, seed=1).cuda().bfloat16()
-    round_parameters_([("layers.0.output", weight)], "fp8")
+    round_to_form_([("layers.0.output", weight)], "fp8")
     assert fp8.multiplies(x, weight)
     exact = fp8.rounded_tokens(x).double() @ weight.double().t()
     size = exact.abs().amax(1, keepdim=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.kernels.forms import OutputGradient, linear
 from rollmill.models.kernels.heads import head, head_gradients
 from rollmill.models.kernels.quantised import fp8
-from rollmill.models.quantize import round_parameters_
 from tests.kernels import DEVICE, hopper, without_kernels
 from tests.models.test_fp8_experts import uneven
 from tests.models.test_fused import BASE, run
@@ -62,7 +62,7 @@ def _transposed(weight: Tensor) -> fp8.Codes:
 def test_gradients_are_near_and_the_result_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def gradients(form: str) -> list[Tensor]:
         x, weight = uneven(70, 256).float(), draw(384, 256, seed=3)
-        round_parameters_([("layers.0.output", weight)], "fp8")
+        round_to_form_([("layers.0.output", weight)], "fp8")
         inputs = [x.requires_grad_(), weight.requires_grad_(), draw(384, seed=4).requires_grad_()]
         out = linear(*inputs, form=form)
         return [out.detach(), *torch.autograd.grad(out, inputs, uneven(70, 384, seed=6).float())]
@@ -83,7 +83,7 @@ def test_a_model_learns_nearly_the_same(recompute: bool, monkeypatch: pytest.Mon
     model = Decoder(ModelConfig.model_validate(BASE | sizes), torch.bfloat16, "fp8")
     model.initialise(0)
     with without_kernels():
-        round_parameters_(model.named_parameters(), "fp8")
+        round_to_form_(model.named_parameters(), "fp8")
     model.to(DEVICE).recompute_mlp = recompute
     hidden, plain = run(model)
     differentiate_in_fp8(monkeypatch)
@@ -146,7 +146,7 @@ def test_the_hardware_agrees_with_the_emulated_gradients(shape: tuple[int, int, 
     tokens, out, inputs = shape
     grad, x, weight = (each.cuda() for each in (uneven(tokens, out), uneven(tokens, inputs, 2), draw(out, inputs)))
     weight = weight.bfloat16()
-    round_parameters_([("layers.0.output", weight)], "fp8")
+    round_to_form_([("layers.0.output", weight)], "fp8")
     assert fp8.differentiates(grad, weight)
     codes, columns = fp8.both_ways(grad), fp8.along_tokens(x)
     output = OutputGradient(grad, weight, "fp8")

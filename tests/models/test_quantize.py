@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
+from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.kernels.forms import FORMS, is_quantised
 from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.models.quantize import (
@@ -21,7 +22,6 @@ from rollmill.models.quantize import (
     dequantised,
     quantise,
     quantise_state,
-    round_parameters_,
 )
 from rollmill.storage.objects import Objects
 from rollmill.weights import HostTensor, LineFollower, Publisher, WeightStore
@@ -80,7 +80,7 @@ def test_quantising_again_gives_the_same_bytes_and_bf16_holds_them(form: str, de
         assert parts_equal(quantise(NAME, served, form), parts), what
         assert parts_equal(quantise(NAME, served.bfloat16(), form), parts), what
         rounded = values.clone()
-        round_parameters_([(NAME, rounded)], form)
+        round_to_form_([(NAME, rounded)], form)
         assert torch.equal(rounded.float(), served), what
         assert torch.equal(rounded.signbit(), served.signbit()), what
 
@@ -166,7 +166,7 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(form: str, wrong: float,
     with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.gate_up has no codes"):
         quantise_state(state, form)
     with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.gate_up has no codes"):
-        round_parameters_(model.named_parameters(), form)
+        round_to_form_(model.named_parameters(), form)
 
 
 def test_odd_inputs_are_refused_by_nvfp4() -> None:
@@ -219,7 +219,7 @@ def test_an_engine_holds_the_values_of_the_trainer_and_exports_the_same_bytes(
 ) -> None:
     with without_kernels():
         trainer = make_decoder(BIASED)
-        round_parameters_(trainer.named_parameters(), form)
+        round_to_form_(trainer.named_parameters(), form)
         tensors = quantise_state(trainer.state_dict(), form)
     engine = Decoder(BIASED, dtype, form).to(device)
     dequantise_into(engine, tensors)
@@ -238,7 +238,7 @@ def test_an_engine_holds_the_values_of_the_trainer_and_exports_the_same_bytes(
 def test_only_what_changed_is_written(form: str) -> None:
     model, other = make_decoder(), make_decoder(seed=1)
     for decoder in (model, other):
-        round_parameters_(decoder.named_parameters(), form)
+        round_to_form_(decoder.named_parameters(), form)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tensors = quantise_state(other.state_dict(), form)
     dequantise_into(model, tensors, ["layers.0.qkv.scale", "norm"])
@@ -269,7 +269,7 @@ def test_a_version_is_exported_as_the_numbers_it_stands_for(form: str, tmp_path:
     from rollmill.cli.main import app
 
     model = make_decoder(BIASED)
-    round_parameters_(model.named_parameters(), form)
+    round_to_form_(model.named_parameters(), form)
     tensors = quantise_state(model.state_dict(), form)
     Publisher(WeightStore(Objects.open(tmp_path / "store")), "rl", form).publish(0, tensors)
     out = tmp_path / "out"
@@ -304,7 +304,7 @@ def test_versions_are_published_and_followed_bit_for_bit(form: str, goal: str, t
             for name, parameter in model.named_parameters():
                 masters[name] += draw(*parameter.shape, seed=number, scale=0.01)
                 parameter.copy_(masters[name])
-        round_parameters_(model.named_parameters(), form)
+        round_to_form_(model.named_parameters(), form)
         manifest = publisher.publish(number, quantise_state(model.state_dict(), form))
         update = follower.poll()
         assert update is not None and update.policy == manifest.policy, follower.problem

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host_tensors import Auditor, HostFacts, check_layout, device_digest, load_host
+from rollmill.models.host_tensors import Auditor, HostFacts, device_digest, load_host
 from rollmill.models.kernels.forms import is_quantised
-from rollmill.models.quantize import dequantise, placed_parts, served_type
+from rollmill.models.quantize import check_layout, dequantise, placed_parts, served_type
 from rollmill.models.updates.device_audit import audit, audit_many
 from rollmill.models.updates.patch_preparation import ParameterChange, prepare
 from rollmill.types import PolicyRef

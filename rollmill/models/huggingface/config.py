@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rollmill.config import validate_config
 from rollmill.errors import ConfigError
-from rollmill.models.config import ModelConfig
+from rollmill.models.config import ModelConfig, yarn_scale
 
 # Larger values in a config.json are refused, because they decide how much memory and time is used.
 LARGEST = {
@@ -249,9 +249,9 @@ def _rope(fields: _Fields, *, latent: bool) -> tuple[float, dict[str, Any] | Non
 def _yarn(rope: _Fields, original: int, context: int, *, latent: bool) -> dict[str, Any]:
     factor = rope.number("factor", context / max(original, 1))
     scale, scale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-    default = _yarn_scale(factor, 1.0)
+    default = yarn_scale(factor, 1.0)
     if scale and scale_all:
-        default = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all)
+        default = yarn_scale(factor, scale) / yarn_scale(factor, scale_all)
     return {
         "type": "yarn",
         "factor": factor,
@@ -261,12 +261,8 @@ def _yarn(rope: _Fields, original: int, context: int, *, latent: bool) -> dict[s
         "truncate": rope.flag("truncate", True),
         "angle_scale": rope.number("attention_factor", default),
         # only latent attention has it: the part that is not rotated must be scaled too
-        "score_scale": _yarn_scale(factor, scale_all) ** 2 if latent and scale_all else 1.0,
+        "score_scale": yarn_scale(factor, scale_all) ** 2 if latent and scale_all else 1.0,
     }
-
-
-def _yarn_scale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _ARCHITECTURES: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rollmill.models.host_tensors import DTYPES, check_layout, layout_in
+from rollmill.models.host_tensors import DTYPES, layout_in
 from rollmill.models.huggingface.config import Layout
 from rollmill.models.huggingface.convert import HuggingFaceModel, empty_state, load_tensors, saved_config
 from rollmill.models.huggingface.files import CONFIG
 from rollmill.models.huggingface.layouts import named_views
-from rollmill.models.quantize import place
+from rollmill.models.quantize import check_layout, place
 from rollmill.weights.files.checkpoint_directory import encode_json, read_companions, scratch
 from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
 

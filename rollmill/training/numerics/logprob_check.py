@@ -167,10 +167,10 @@ class ServedWeights:
             wanted = self._store.manifest(version, form).digest
         for digest, tensors in self._held:
             if digest == wanted:
-                return frozen.load_held(tensors)
+                return frozen.parallel.models.load_held(frozen.decoder, tensors)
         if form == policy.form:
             self._check(version, policy)
-        frozen.load_version(self._store, version, form)  # from before a restart
+        frozen.parallel.models.load_version(frozen.decoder, self._store, version, form)  # from before a restart
 
     def _check(self, version: Version, policy: PolicyRef) -> None:
         digest = self._store.manifest(version, policy.form).digest

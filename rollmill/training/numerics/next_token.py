@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.moe import router_stats
+from rollmill.models.moe import balance_loss
 from rollmill.models.packed_attention import packed_attention
 from rollmill.training.batching import MicroBatch
 from rollmill.training.numerics.graphs import MOST as GRAPHS
@@ -39,7 +39,7 @@ class NextTokenPasses:
             whole = loss
             if output.routings and balance:
                 share = len(tokens_N) / tokens
-                whole = loss + balance * share * router_stats(output.routings).balance
+                whole = loss + balance * share * balance_loss(output.routings)
             whole.backward()
             load = [expert_load(output.routings).flatten()] if output.routings else []
             return torch.cat([loss.detach().view(1), *load])

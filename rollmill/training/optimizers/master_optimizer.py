@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import TrainingError
-from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.kernels.fused import fuses
 from rollmill.models.quantize import quantises
@@ -150,11 +149,7 @@ class MasterOptimizer:
     def _serve(self, names: Iterable[str]) -> None:
         """Round the masters of these parameters into the model. Quantised codes are made from the masters: values that
         were rounded to the model's type first could get other codes."""
-        if is_quantised(self._form):
-            named = ((name, self._masters[name], self._served[name]) for name in names)
-            return self._rows.round_into(named, self._form)
-        served = [(name, self._served[name].copy_(self._masters[name])) for name in names]
-        round_to_form_(served, self._form)
+        self._rows.round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
 
     @torch.no_grad()
     def dither(self, seed: int, coded: bool = True) -> None:

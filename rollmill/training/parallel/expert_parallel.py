@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollmill.models.kernels.rows import combine_rows, dispatch_rows
-from rollmill.models.moe import MixtureOfExperts, Replay, Routing, expert_counts
+from rollmill.models.moe import MixtureOfExperts, Replay, Routing, expert_counts, rows_by_expert
 from rollmill.training.parallel.collectives import send_rows
 
 
@@ -31,11 +31,7 @@ class ExpertParallel:
         return skip_NW + self._through_experts(x_NW, weights_Nk, routing.chosen), routing
 
     def _through_experts(self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor) -> Tensor:
-        expert_R = chosen_Nk.flatten()
-        order_R = expert_R.argsort(stable=True)
-        rank_R = torch.arange(order_R.numel(), device=order_R.device)
-        place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
-        token_R = order_R // chosen_Nk.shape[1]
+        token_R, place_Nk = rows_by_expert(chosen_Nk)
         leaving = expert_counts(chosen_Nk, self._number).view(self._ranks, -1)
         arriving = torch.empty_like(leaving)  # [sending rank, expert on this rank]
         dist.all_to_all_single(arriving, leaving, group=self._group)

@@ -13,6 +13,7 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import compute_dtype
 from rollmill.models.dither import dithered
+from rollmill.models.host_tensors import round_into
 from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.moe import Replay
 from rollmill.models.quantize import quantises
@@ -94,6 +95,8 @@ class ShardedModels:
         return Gather(self.sharding.gather_of(name), rows.start)
 
     def round_into(self, parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
+        if not is_quantised(form):
+            return round_into(parameters, form)
         for name, values, target in parameters:
             target.copy_(rounded(name, values, form, self.sharding))
 

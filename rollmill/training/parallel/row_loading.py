@@ -16,11 +16,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from rollmill.models import host_tensors as host
 from rollmill.models import quantize
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, initial_values
-from rollmill.models.kernels.forms import is_quantised
 from rollmill.training.parallel.sharding import Sharding, local, part_rows, whole_state
 from rollmill.types import Version
 from rollmill.weights.format.manifest import TensorEntry
@@ -48,8 +46,7 @@ def stored_rows(
 ) -> Iterator[Tensors]:
     """This rank's rows of a version. Raises WeightsError before anything is read if it is of another model."""
     entries = {entry.name: entry for entry in store.manifest(version, form).tensors}
-    check = quantize.check_layout if is_quantised(form) else host.check_layout
-    check(whole_state(model, sharding), entries)
+    quantize.check_layout(whole_state(model, sharding), entries)
     groups: dict[str, dict[str, RowRange]] = {}
     for entry in entries.values():
         groups.setdefault(quantize.owner(entry.name), {})[entry.name] = _own(entry, sharding, form)

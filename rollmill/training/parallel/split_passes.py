@@ -91,7 +91,7 @@ def _attention(sharding: Sharding, cut: Split, model: Decoder) -> Attend:
 
 
 def _balance(routings: list[Routing], tokens: int) -> Tensor:
-    """The balance loss of `router_stats`, over the tokens of all ranks."""
+    """As models.moe.balance_loss, over the tokens of all ranks."""
     experts = routings[0].scores.shape[1]
     counts = torch.stack([expert_counts(routing.chosen, experts) for routing in routings]).float()
     sums = torch.stack([(each.scores / each.scores.sum(-1, keepdim=True)).sum(0) for each in routings])

@@ -25,7 +25,7 @@ class Reference:
         if self._frozen is None:
             frozen = FrozenModel(parallel, model)
             form = form_held(self._weights, self._version, model.form)
-            frozen.load_version(self._weights, self._version, form)
+            parallel.models.load_version(frozen.decoder, self._weights, self._version, form)
             if form != model.form:
                 frozen.round_to_form()
             self._frozen = frozen

@@ -274,7 +274,7 @@ def round_twin(world: World, path: Path) -> dict[str, dict[str, Tensor]]:
     for form in ("fp8", "nvfp4", "fp16"):
         parallel = over_ranks(world, Meshes(2, 2, 1, CPU))
         twin = FrozenModel(parallel, parallel.models.make_model(MODELS["mixture"], form, CPU))
-        twin.load_version(WeightStore(Objects.open(path)), LOADED, "bf16")
+        parallel.models.load_version(twin.decoder, WeightStore(Objects.open(path)), LOADED, "bf16")
         twin.round_to_form()
         own = {name: parallel.rows.local(parameter.detach()) for name, parameter in twin.decoder.named_parameters()}
         found[form] = assemble(parallel, own)
@@ -286,7 +286,7 @@ def test_a_version_of_another_form_is_rounded_as_by_one_process(tmp_path: Path) 
     for of_rank in run_ranks(tmp_path / "ranks", 2, round_twin, tmp_path / "store"):
         for form, parameters in of_rank.items():
             twin = FrozenModel(SINGLE, Decoder(MODELS["mixture"], form=form))
-            twin.load_version(WeightStore(Objects.open(tmp_path / "store")), LOADED, "bf16")
+            SINGLE.models.load_version(twin.decoder, WeightStore(Objects.open(tmp_path / "store")), LOADED, "bf16")
             twin.round_to_form()
             for name, parameter in twin.decoder.named_parameters():
                 assert torch.equal(parameters[name], parameter), f"{form}: {name}"
