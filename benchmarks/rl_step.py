@@ -36,8 +36,8 @@ from rollmill.models.device import Device
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
+from rollmill.training.memory_estimate import fitted
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
-from rollmill.training.pass_size import fitted
 from rollmill.training.publishing.background import Background
 from rollmill.training.publishing.exporter import Exporter
 from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences

@@ -37,9 +37,9 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig, TrainingConfig
+from rollmill.training.memory_estimate import fitted
 from rollmill.training.numerics.next_token import NextTokenPasses
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update
-from rollmill.training.pass_size import fitted
 from rollmill.training.reproducible import fix_bits
 
 LR = 1e-4

@@ -275,20 +275,19 @@ def _concatenate_routes(batch: Sequence[PackedSequence], parts: Sequence[np.ndar
     return np.concatenate(filled)
 
 
+_ABSENT: dict[str, tuple[object, type]] = {"shapes": (None, object), "hint": (-1, np.int64)}  # and their type
+
+
 def _concatenate_facts(facts: Sequence[SampledFacts]) -> SampledFacts | None:
     if not facts:
         return None
-    names = [field.name for field in fields(SampledFacts) if field.name not in ("shapes", "hint")]
-    columns = {name: np.concatenate([getattr(each, name) for each in facts]) for name in names}
-    shapes = None
-    if any(each.shapes is not None for each in facts):
-        plain = [np.full(len(each.logprobs), None, object) for each in facts]
-        shapes = np.concatenate(
-            [mine if each.shapes is None else each.shapes for mine, each in zip(plain, facts, strict=True)]
-        )
-    hint = None
-    if any(each.hint is not None for each in facts):
-        hint = np.concatenate(
-            [np.full(len(each.logprobs), -1, np.int64) if each.hint is None else each.hint for each in facts]
-        )
-    return SampledFacts(**columns, shapes=shapes, hint=hint)
+    columns: dict[str, np.ndarray] = {}
+    for name in (field.name for field in fields(SampledFacts)):
+        parts = [getattr(each, name) for each in facts]
+        if any(part is not None for part in parts):
+            filled = [
+                np.full(len(each.logprobs), *_ABSENT[name]) if part is None else part
+                for each, part in zip(facts, parts, strict=True)
+            ]
+            columns[name] = np.concatenate(filled)
+    return SampledFacts(**columns)

@@ -183,7 +183,7 @@ class TrainingConfig(Config):
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of all ranks together, once `tokens_per_microbatch` is filled in (training/pass_size.py)."""
+        """Tokens of all ranks together, once `tokens_per_microbatch` is filled in (training/memory_estimate.py)."""
         assert self.tokens_per_microbatch > 0
         return self.ranks * self.tokens_per_microbatch
 

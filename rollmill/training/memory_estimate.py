@@ -1,15 +1,39 @@
-"""Memory that training takes on a GPU, counted from the model's shape: no torch here."""
+"""Memory that training takes on a GPU, counted from the model's shape, and the number of tokens per micro-batch, if not
+configured: on a GPU, as many as half its memory holds, up to 32,768. No torch is imported before `fitted` is called.
+
+With few tokens a GPU waits for Python to queue kernels; with more than 32,768 it gains nothing. The other half is for
+an engine that shares the device, and for memory that is not counted here. The device's total memory decides, not what
+is free: a run that starts again must be cut the same way, to give the same bits.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.counts import all_parameters
 from rollmill.training.config import TrainingConfig
 
+if TYPE_CHECKING:
+    import torch
+
+_ON_CPU = 8192
 LEAST_TOKENS, MOST_TOKENS, _STEP = 1024, 32768, 1024
 STATE_BYTES = 20  # per parameter: weight and gradient in bf16; master, moments and sum of gradients in FP32
 HEAD_BYTES = 1 << 30  # the head in chunks, and one layer's gradients
 _ENOUGH_TOKENS = 8192  # per pass: with more, products are hardly faster
+
+
+def fitted(config: TrainingConfig, model: ModelConfig, device: torch.device) -> TrainingConfig:
+    """The configuration with `tokens_per_microbatch` and `recompute_mlp` filled in."""
+    import torch
+
+    tokens, recompute = config.tokens_per_microbatch or _ON_CPU, bool(config.recompute_mlp)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        tokens = config.tokens_per_microbatch or fitting_tokens(config, model, memory)
+        recompute = recomputes_mlp(config, model, memory)
+    return config.model_copy(update={"tokens_per_microbatch": tokens, "recompute_mlp": recompute})
 
 
 def fitting_tokens(config: TrainingConfig, model: ModelConfig, memory: int) -> int:

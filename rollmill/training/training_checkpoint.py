@@ -83,12 +83,8 @@ class Checkpoints:
         """The newest checkpoint that every rank can read; None if there never was one."""
         steps = self._ranks.from_first(self.steps(line))
         for step in reversed(steps):
-            found, problem = self._try(line, step)
-            if all(self._ranks.gather(found is not None)):
+            if (found := self._read(line, step)) is not None:
                 return found
-            if problem is not None:
-                text = f"checkpoint {step} of {line} is unreadable, trying an older one: {problem}"
-                telemetry.emit("warning", text=text)
         if steps:
             raise TrainingError(
                 f"none of the checkpoints of line {line!r} (steps {steps}) can be read",
@@ -98,8 +94,9 @@ class Checkpoints:
 
     def at(self, line: str, step: int) -> Checkpoint | None:
         """The checkpoint of one step, if there is one that every rank can read. Collective."""
-        if step not in self._ranks.from_first(self.steps(line)):
-            return None
+        return self._read(line, step) if step in self._ranks.from_first(self.steps(line)) else None
+
+    def _read(self, line: str, step: int) -> Checkpoint | None:
         found, problem = self._try(line, step)
         if problem is not None:
             telemetry.emit("warning", text=f"checkpoint {step} of {line} is unreadable: {problem}")

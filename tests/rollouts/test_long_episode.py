@@ -30,7 +30,7 @@ from rollmill.storage.objects import Objects
 from rollmill.training.batching import TokenRule
 from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.rl.selection import trainable_sequences
+from rollmill.training.rl.selection import segment_sequences
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Sampling, Trajectory
 
@@ -140,7 +140,8 @@ async def test_a_long_episode_in_a_short_window(tmp_path: Path) -> None:
     assert [segment.cause for segment in segments] == ["start", *["summary"] * engine.summaries]
     assert len(segments) >= 40
     rule = TokenRule(Lineage("main", {"main": 0}), base=0, max_staleness=0)
-    sequences, masked = trainable_sequences(segments, 1.0, rule, RLConfig())
+    found, masked = segment_sequences(segments, 1.0, rule, RLConfig())
+    sequences = list(filter(None, found))
     assert max(len(sequence.tokens) for sequence in sequences) < engine.longest <= WINDOW
     sampled = sum(int(segment.sampled.sum()) for segment in segments)
     assert sum(len(sequence.targets) for sequence in sequences) == sampled and not masked.total()

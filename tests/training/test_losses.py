@@ -17,7 +17,7 @@ from rollmill.training.batching import TokenRule, pack
 from rollmill.training.config import DIALS, LossName, RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.rl.rl_objective import RolloutBatch
-from rollmill.training.rl.selection import trainable_sequences
+from rollmill.training.rl.selection import segment_sequences
 from rollmill.trajectories.pace import Pace
 from rollmill.types import Segment
 from rollmill.weights.writing.publisher import Publisher
@@ -99,7 +99,8 @@ def backward(
     sequences = [
         sequence
         for index, segment in enumerate(segments)
-        for sequence in trainable_sequences([segment], 0.5 - index % 2, rule, config, trajectory=index)[0]
+        for sequence in segment_sequences([segment], 0.5 - index % 2, rule, config, trajectory=index)[0]
+        if sequence is not None
     ]
     model = Decoder(MODEL, form=form or "bf16")
     model.initialise(0)
@@ -231,7 +232,7 @@ def test_k1_in_the_reward_moves_advantages_by_hand(tmp_path: Path):
     sequences = []
     for index, member in enumerate(members):
         advantage = 0.5 - index % 2 - 0.5 * (kls[index] - means[index])
-        sequences += trainable_sequences([member], advantage, rule, config, trajectory=index)[0]
+        sequences += filter(None, segment_sequences([member], advantage, rule, config, trajectory=index)[0])
     model = Decoder(MODEL)
     model.initialise(0)
     nothing: Any = None

@@ -17,8 +17,7 @@ from rollmill.models.kernels.attention.varlen import VarlenAttention
 from rollmill.models.kernels.call import call
 from rollmill.models.packed_attention import packed_attention
 from rollmill.training.config import TrainingConfig
-from rollmill.training.memory_estimate import fitting_tokens, kept_bytes, recomputes_mlp
-from rollmill.training.pass_size import fitted
+from rollmill.training.memory_estimate import fitted, fitting_tokens, kept_bytes, recomputes_mlp
 from tests.kernels import DEVICE, INTERPRETED, cuda
 
 GIB = 1 << 30

@@ -16,7 +16,7 @@ from rollmill.training.batching import STALE, TokenRule, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.rl.rl_objective import RolloutBatch
-from rollmill.training.rl.selection import trainable_sequences
+from rollmill.training.rl.selection import segment_sequences
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
@@ -186,9 +186,10 @@ def gradients_and_figures(
     sequences = [
         each
         for seed in range(5)
-        for each in trainable_sequences(
+        for each in segment_sequences(
             [make_segment([0] * (seed + 1) + [1] * 3, seed=seed)], seed - 2.0, rule, config, trajectory=seed
         )[0]
+        if each is not None
     ]
     model = Decoder(MODEL)
     model.initialise(0)

@@ -20,9 +20,9 @@ from rollmill.runs.run import RunDirectory
 from rollmill.runs.stages import is_trained, last_version
 from rollmill.training.config import TrainingConfig
 from rollmill.training.loop import Trainer
+from rollmill.training.memory_estimate import fitted
 from rollmill.training.objective import Objective
 from rollmill.training.parallelism import Parallelism, Ranks
-from rollmill.training.pass_size import fitted
 from rollmill.training.single import choose_parallelism
 from rollmill.training.stage import RolloutSettings, Stage, StageContext, StageSection
 from rollmill.trajectories.ledger import Ledger

@@ -78,14 +78,19 @@ def _share_equally(segments: Sequence[Segment], credits: Sequence[np.ndarray]) -
 
 
 def _decay(segments: Sequence[Segment], credits: Sequence[np.ndarray], decay: float) -> None:
+    for later, (index, start, end) in enumerate(reversed(credited_answers(segments, credits))):
+        credits[index][start:end] *= decay**later
+
+
+def credited_answers(segments: Sequence[Segment], credits: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
+    """Segment, start and end of each answer that has credit, in the order in which they began."""
     answers = [
         (span.started_at, index, span.start, span.end)
         for index, segment in enumerate(segments)
         for span in segment.spans
         if credits[index][span.start : span.end].any()
     ]
-    for later, (_, index, start, end) in enumerate(sorted(answers, reverse=True)):
-        credits[index][start:end] *= decay**later
+    return [(index, start, end) for _, index, start, end in sorted(answers)]
 
 
 Reach = dict[str, int]  # segment id → its first tokens, as a number, that are on the way

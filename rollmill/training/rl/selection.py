@@ -80,19 +80,6 @@ def read_segments(trajectories: TrajectoryStore, ids: Sequence[str], model: Mode
         return {id: content for each in ids for id, content in read_segments(trajectories, [each], model).items()}
 
 
-def trainable_sequences(
-    segments: Sequence[Segment],
-    advantage: float,
-    rule: TokenRule,
-    config: RLConfig,
-    trajectory: int = 0,
-    by_turn: Sequence[np.ndarray] | None = None,
-) -> tuple[list[PackedSequence], Counter[str]]:
-    """The sequences to train on, and the sampled tokens that are left out, counted by reason."""
-    found, masked = segment_sequences(segments, advantage, rule, config, trajectory, by_turn)
-    return [sequence for sequence in found if sequence is not None], masked
-
-
 def segment_sequences(
     segments: Sequence[Segment],
     advantage: float,
@@ -101,8 +88,8 @@ def segment_sequences(
     trajectory: int = 0,
     by_turn: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[PackedSequence | None], Counter[str]]:
-    """The sequence of each segment; None if it has nothing to train on. `by_turn`: advantages of the tokens of each
-    segment, in place of `advantage`."""
+    """The sequence of each segment, None if it has nothing to train on; and the sampled tokens that are left out,
+    counted by reason. `by_turn`: advantages of the tokens of each segment, in place of `advantage`."""
     masked: Counter[str] = Counter()
     own: list[np.ndarray | None] = [None] * len(segments) if by_turn is None else list(by_turn)
     if by_turn is not None and config.credit == "answers":
@@ -131,8 +118,8 @@ def exclude_unusable(
         if isinstance(content, str):
             excluded[id] = (LedgerState.dropped, content)
             continue
-        sequences, masked = trainable_sequences(content, 0.0, rule, config, by_turn=by_answer.get(id))
-        if not sequences:
+        sequences, masked = segment_sequences(content, 0.0, rule, config, by_turn=by_answer.get(id))
+        if not any(sequences):
             excluded[id] = _nothing_left(masked, rule)
     return excluded
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.training.rl.credit import credit_of
+from rollmill.training.rl.credit import credit_of, credited_answers
 from rollmill.types import TURN, Grade, Segment
 
 
@@ -66,11 +66,4 @@ def group_token_advantages(group: Sequence[tuple[Sequence[Segment], Grade]]) -> 
 
 def turns_of(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
     """Segment, start and end of each answer on the way to the outcome, in the order in which they began."""
-    credits = credit_of(segments, "path")
-    answers = [
-        (span.started_at, index, span.start, span.end)
-        for index, segment in enumerate(segments)
-        for span in segment.spans
-        if credits[index][span.start : span.end].any()
-    ]
-    return [(index, start, end) for _, index, start, end in sorted(answers)]
+    return credited_answers(segments, credit_of(segments, "path"))

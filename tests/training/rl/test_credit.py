@@ -19,7 +19,7 @@ from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.rl.credit import credit_of
 from rollmill.training.rl.rl_objective import RolloutBatch
-from rollmill.training.rl.selection import trainable_sequences
+from rollmill.training.rl.selection import segment_sequences
 from rollmill.types import Cause, Segment
 from tests.training.world import MODEL, World, make_segment
 
@@ -226,7 +226,7 @@ def test_segments_without_an_answer_or_a_parent_are_no_obstacle() -> None:
 def gradient(world: World, config: RLConfig, trajectories: list[list[Segment]], budget: int = 1000) -> np.ndarray:
     sequences = []
     for index, segments in enumerate(trajectories):
-        sequences += trainable_sequences(segments, 0.5 - index, RULE, config, trajectory=index)[0]
+        sequences += filter(None, segment_sequences(segments, 0.5 - index, RULE, config, trajectory=index)[0])
     model = Decoder(MODEL)
     model.initialise(0)
     nothing: Any = None
@@ -243,7 +243,7 @@ def test_an_abandoned_retry_gets_a_gradient_only_with_credit_for_all(tmp_path: P
     np.testing.assert_array_equal(gradient(world, RLConfig(), [[a, b]]), clean)
     biased = gradient(world, RLConfig(credit="all"), [[a, b]])
     assert np.abs(biased - clean).max() > 1e-4, "the abandoned answer is rewarded for what another one did"
-    _, masked = trainable_sequences([a, b], 1.0, RULE, RLConfig())
+    _, masked = segment_sequences([a, b], 1.0, RULE, RLConfig())
     assert masked[ABANDONED] == 2
 
 
