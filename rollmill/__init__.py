@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollmill.environments.harness import Harness as Harness
     from rollmill.environments.harness import HarnessResult as HarnessResult
     from rollmill.environments.reward import Reward as Reward
+    from rollmill.environments.reward import TimedConfig as TimedConfig
     from rollmill.environments.sampler import Draw as Draw
     from rollmill.environments.sampler import Sampler as Sampler
     from rollmill.environments.sampler import TaskResults as TaskResults
@@ -64,6 +65,7 @@ PUBLIC = {
     "ListedTasks": "rollmill.environments.tasks.listed",
     "Episode": "rollmill.environments.episode",
     "Reward": "rollmill.environments.reward",
+    "TimedConfig": "rollmill.environments.reward",
     "Grade": "rollmill.types",
     "Harness": "rollmill.environments.harness",
     "HarnessResult": "rollmill.environments.harness",

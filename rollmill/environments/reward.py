@@ -5,9 +5,19 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
+from pydantic import Field
+
+from rollmill.config import Config
 from rollmill.environments.episode import Episode
 from rollmill.errors import RewardError
 from rollmill.types import Grade
+
+
+class TimedConfig(Config):
+    """Settings of a reward that limits its own time. A run refuses a limit that `rollouts.grading_timeout_s` would cut
+    short."""
+
+    timeout_s: float = Field(gt=0, description="Seconds that grading one submission may take.")
 
 
 class Reward(ABC):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, Field
 
 from rollmill.config import Config
+from rollmill.environments.reward import TimedConfig
 from rollmill.errors import ConfigError
 
 
@@ -14,10 +15,10 @@ def check_reward_times(rewards: Sequence[BaseModel], grading_timeout_s: float) -
     """ConfigError if a reward may take longer than grading may. Tests that hang would then never be graded as hanging:
     the episode would be dropped first, and the policy could escape a zero."""
     for number, reward in enumerate(rewards):
-        own = getattr(reward, "timeout_s", None)
-        if isinstance(own, int | float) and own >= grading_timeout_s:
+        if isinstance(reward, TimedConfig) and reward.timeout_s >= grading_timeout_s:
             raise ConfigError(
-                f"rewards.{number}.timeout_s is {own:g}, but grading may take only {grading_timeout_s:g} s in all",
+                f"rewards.{number}.timeout_s is {reward.timeout_s:g}, but grading may take only "
+                f"{grading_timeout_s:g} s in all",
                 hint="set rollouts.grading_timeout_s to more, or this one to less",
             )
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Reward
+from rollmill.environments.reward import Reward, TimedConfig
 from rollmill.environments.rewards.clean import DoesNotFit, check_image, clean_machine, declared
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
@@ -75,7 +74,7 @@ for index, arguments in enumerate(work["inputs"]):
 """
 
 
-class CallsConfig(Config):
+class CallsConfig(TimedConfig):
     timeout_s: float = Field(5.0, gt=0, description="Seconds that all hidden cases of one submission may take.")
     max_output: int = Field(1 << 18, ge=1, description="Most bytes of output that the grader reads.")
 

@@ -28,9 +28,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Reward
+from rollmill.environments.reward import Reward, TimedConfig
 from rollmill.environments.rewards.apart.levels import Isolation, Levels, Plan
 from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, read_grading
@@ -42,7 +41,7 @@ from rollmill.types import Grade
 _MAX_NAMED = 20  # failed tests that the evidence names
 
 
-class PytestConfig(Config):
+class PytestConfig(TimedConfig):
     partial: bool = Field(
         False,
         description="Partial credit: the share of FAIL_TO_PASS tests that pass times the share of PASS_TO_PASS tests "

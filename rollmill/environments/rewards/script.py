@@ -37,9 +37,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, TypeAdapter, field_validator, model_validator
 
-from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Reward
+from rollmill.environments.reward import Reward, TimedConfig
 from rollmill.environments.rewards.apart.levels import Isolation, Levels, Plan
 from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, check_program, clean_machine, evidence_of, read_grading
@@ -60,7 +59,7 @@ _NUMBERS: TypeAdapter[float | dict[str, float]] = TypeAdapter(_Number | dict[str
 _TEST = "hidden::test"
 
 
-class ScriptConfig(Config):
+class ScriptConfig(TimedConfig):
     timeout_s: float = Field(
         10.0, gt=0, description="Seconds that grading one submission may take; a task's own `timeout_s` goes before it."
     )
