@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import builtins
 import time
-from collections.abc import Callable, Sequence
-from typing import IO, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import IO, NamedTuple
 
 from rollmill.backoff import Backoff
 
@@ -17,27 +18,39 @@ class Stat(NamedTuple):
     modified: float  # when it was written, by the store's clock, seconds since the epoch
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """What a store must provide. Keys have been validated."""
 
+    look_s = 0.05  # the longest pause between two looks of `wait_for`
+
+    @abstractmethod
     def get(self, key: str) -> bytes: ...
+    @abstractmethod
     def get_range(self, key: str, start: int, length: int) -> bytes: ...
+    @abstractmethod
     def put(self, key: str, data: bytes) -> None: ...
+    @abstractmethod
     def create(self, key: str, data: bytes) -> None: ...
+    @abstractmethod
     def create_from(self, key: str, file: IO[bytes]) -> None: ...
+    @abstractmethod
     def stat(self, key: str) -> Stat | None: ...
+    @abstractmethod
     def list(self, prefix: str) -> builtins.list[str]: ...
-    def stats(self, prefix: str) -> dict[str, Stat]: ...
+    @abstractmethod
     def folders(self, prefix: str) -> builtins.list[str]: ...
+    @abstractmethod
     def delete(self, keys: Sequence[str]) -> None: ...
-    def wait_for(self, key: str, seconds: float) -> bytes | None: ...
 
+    def stats(self, prefix: str) -> dict[str, Stat]:
+        found = ((key, self.stat(key)) for key in self.list(prefix))
+        return {key: stat for key, stat in found if stat is not None}
 
-def look_until(is_there: Callable[[], bool], seconds: float, longest_pause: float) -> bool:
-    """Poll with growing pauses until `is_there`, for at most `seconds`: for stores that cannot notify."""
-    backoff = Backoff(0.02, longest_pause, patience=seconds, factor=1.5)
-    while not is_there():
-        if not backoff.left():
-            return False
-        time.sleep(min(backoff.failed(), backoff.left()))
-    return True
+    def wait_for(self, key: str, seconds: float) -> bytes | None:
+        """The object as soon as it exists; None if it does not after `seconds`. Polls with growing pauses."""
+        backoff = Backoff(0.02, self.look_s, patience=seconds, factor=1.5)
+        while self.stat(key) is None:
+            if not backoff.left():
+                return None
+            time.sleep(min(backoff.failed(), backoff.left()))
+        return self.get(key)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from rollmill.errors import ObjectExists, ObjectMissing, StorageError
-from rollmill.storage.backend import Stat, look_until
+from rollmill.storage.backend import Backend, Stat
 
 _STAGING = ".staging"
 _PIECE = 4 << 20  # bytes of a file that are in memory
@@ -27,7 +27,7 @@ _ABANDONED_SECONDS = 3600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class DirectoryBackend:
+class DirectoryBackend(Backend):
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._staging = self._root / _STAGING
@@ -79,10 +79,6 @@ class DirectoryBackend:
                 keys.extend(base + name for name in files if not name.startswith("."))
         return keys
 
-    def stats(self, prefix: str) -> dict[str, Stat]:
-        found = ((key, self.stat(key)) for key in self.list(prefix))
-        return {key: stat for key, stat in found if stat is not None}
-
     def folders(self, prefix: str) -> builtins.list[str]:
         with self._explained(prefix):
             try:
@@ -99,10 +95,6 @@ class DirectoryBackend:
                 folders.add((self._root / key).parent)
         for folder in folders:
             sync_folder(folder)
-
-    def wait_for(self, key: str, seconds: float) -> bytes | None:
-        there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=0.05)
-        return self.get(key) if there else None
 
     @contextlib.contextmanager
     def _staged(self, pieces: Iterable[bytes]) -> Iterator[Path]:

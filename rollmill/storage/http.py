@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from rollmill.backoff import Backoff
 from rollmill.errors import ObjectMissing, StorageError
-from rollmill.storage.backend import PATIENCE_SECONDS, Stat
+from rollmill.storage.backend import PATIENCE_SECONDS, Backend, Stat
 from rollmill.strict import parse_json
 from rollmill.tls import own_context
 
@@ -35,7 +35,7 @@ class _Reply(NamedTuple):
     body: bytes
 
 
-class HttpBackend:
+class HttpBackend(Backend):
     """The client; any thread may call it. Connections are reused, one per concurrent request: a new one costs a round
     trip."""
 
@@ -83,10 +83,6 @@ class HttpBackend:
 
     def list(self, prefix: str) -> builtins.list[str]:
         return self._names("list", "keys", prefix)
-
-    def stats(self, prefix: str) -> dict[str, Stat]:
-        found = ((key, self.stat(key)) for key in self.list(prefix))
-        return {key: stat for key, stat in found if stat is not None}
 
     def folders(self, prefix: str) -> builtins.list[str]:
         return self._names("folders", "folders", prefix)

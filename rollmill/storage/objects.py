@@ -28,7 +28,7 @@ from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
-from rollmill.storage.backend import PATIENCE_SECONDS, Backend, Stat, look_until
+from rollmill.storage.backend import PATIENCE_SECONDS, Backend, Stat
 
 # Characters that are safe on every store and file system. A leading dot is reserved for the stores' own files.
 _SEGMENT = re.compile(r"[A-Za-z0-9_=@+:,-][A-Za-z0-9._=@+:,-]*")
@@ -176,8 +176,10 @@ def _valid_folder(prefix: str) -> str:
     return _valid(prefix) if prefix else ""
 
 
-class _ObstoreBackend:
+class _ObstoreBackend(Backend):
     """S3, GCS, Azure and memory through obstore, which retries by itself."""
+
+    look_s = 1.0  # each request costs money
 
     def __init__(self, url: str, options: Mapping[str, str], patience: float) -> None:
         from obstore.exceptions import BaseError
@@ -252,10 +254,6 @@ class _ObstoreBackend:
             for some in (keys[:half], keys[half:]) if half else ():
                 self.delete(some)
 
-    def wait_for(self, key: str, seconds: float) -> bytes | None:
-        there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=1.0)  # each request costs money
-        return self.get(key) if there else None
-
     def _writer(self, data: bytes) -> Any:
         return self._store if len(data) <= _LARGE_WRITE else self._for_large_writes
 
@@ -265,7 +263,7 @@ class _ObstoreBackend:
         try:
             return operation()
         except FileNotFoundError:
-            raise _missing(key, self._url) from None
+            raise ObjectMissing(f"no object {key!r} in {self._url}") from None
         except AlreadyExistsError:
             raise ObjectExists(f"{key!r} in {self._url} already exists") from None
         except (BaseError, OSError) as error:
@@ -303,7 +301,3 @@ def _stat(meta: Mapping[str, Any]) -> Stat:
 def _first_lines(error: Exception) -> str:
     """The message without the debug output that obstore appends."""
     return str(error).partition("\n\nDebug source")[0]
-
-
-def _missing(key: str, url: str) -> ObjectMissing:
-    return ObjectMissing(f"no object {key!r} in {url}")
