@@ -56,7 +56,8 @@ from rollmill.training.config import FORM, TrainingConfig
 from rollmill.training.lineage import form_before_import, form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory_errors import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
-from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited, learning_rate
+from rollmill.training.optimizers.learning_rate import learning_rate
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited
 from rollmill.training.parallelism import Parallelism
 from rollmill.training.publishing.background import Background
 from rollmill.training.publishing.exporter import Exporter, Exports

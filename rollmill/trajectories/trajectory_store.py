@@ -24,8 +24,8 @@ from rollmill.trajectories.changes import (
     stored,
     trajectory_rows,
 )
+from rollmill.trajectories.payload import decode_trajectory
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.schema import decode_trajectory
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, from_json, is_key, to_key, to_number, to_object, to_text
 from rollmill.trajectories.table_rows import COLUMNS, FeedbackRow, LedgerEntry, TrajectoryRow, missing, rows_of, to_row
 from rollmill.trajectories.tables import feedback, groups, ledger, rewards, trajectories
