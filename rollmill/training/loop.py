@@ -480,9 +480,8 @@ class Trainer(Generic[Batch]):
         checkpoint = self._checkpoints.newest(self.line)
         assert checkpoint is not None, "a line begins with a checkpoint"
         parent = Version(self.line, max(n for step, n in self._published.items() if step <= checkpoint.step))
-        keeps_parent = checkpoint.step < self.step
-        abandoned = [n for n in self._weights.numbers(self.line, self._form) if n > parent.number - (not keeps_parent)]
-        names = [str(Version(self.line, number)) for number in abandoned]
+        first = parent.number + (checkpoint.step < self.step)  # of those that are abandoned
+        names = [str(Version(self.line, n)) for n in self._weights.numbers(self.line, self._form) if n >= first]
         self._load(checkpoint)
         line = self._ranks.from_first(next_line(self._weights, self._family))
         self._take_line(line, parent.number, parent)
