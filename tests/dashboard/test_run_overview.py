@@ -29,10 +29,10 @@ from rollmill.runs.lock import exclusive
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database, reading, writing
 from rollmill.storage.objects import Objects
+from rollmill.storage.tables import keys as key_table
 from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.staleness import Pace
-from rollmill.trajectories.tables import keys as key_table
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from tests.dashboard.conftest import Open

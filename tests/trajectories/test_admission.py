@@ -12,10 +12,10 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.errors import TrajectoryChanged
+from rollmill.storage import tables
 from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
 from rollmill.training.rl.deadlines import Candidate, choose_groups
-from rollmill.trajectories import tables
 from rollmill.trajectories.admission import Experience, Member, Room, copied_row, oldest_position, renamed
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.payload import encode_trajectory, seal_facts

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from rollmill.storage import tables
 from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
-from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
