@@ -135,7 +135,7 @@ def test_imports_go_downwards_only(name: str) -> None:
 FOLDERS = {
     "rollmill.chat": ("families", "formats"),
     "rollmill.cli": ("weights", "experience", "environments", "serving"),
-    "rollmill.environments": ("harnesses", "samplers", "tasks", "rewards", "harbor"),
+    "rollmill.environments": ("harnesses", "samplers", "tasks", "rewards", "packages", "harbor"),
     "rollmill.gateway": ("wire", "access", "watching", "sessions", "recording", "routing", "routes"),
     "rollmill.inference": ("embedded", "vllm"),
     "rollmill.launch": ("launchers", "roles"),
