@@ -38,7 +38,7 @@ from rollmill.training.parallel.token_split import split
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.ledger import Ledger, NewGroup
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade
 from rollmill.weights.format.codings import encode_full

@@ -28,8 +28,8 @@ from rollmill.storage.tables import groups, ledger, runs, trajectories
 from rollmill.trajectories import entering, steps
 from rollmill.trajectories.admission import Experience, Room, Verdict
 from rollmill.trajectories.changes import fail_unless_sealed, trajectory_rows
-from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.results import Result, read_results
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.steps import Commit
 from rollmill.trajectories.storable import from_json, to_key
 from rollmill.trajectories.table_rows import COLUMNS, TrajectoryRow, to_row

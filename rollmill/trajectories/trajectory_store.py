@@ -25,8 +25,8 @@ from rollmill.trajectories.changes import (
     stored,
     trajectory_rows,
 )
+from rollmill.trajectories.payload import decode_trajectory
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.schema import decode_trajectory
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, from_json, is_key, to_key, to_number, to_object, to_text
 from rollmill.trajectories.table_rows import COLUMNS, FeedbackRow, LedgerEntry, TrajectoryRow, missing, rows_of, to_row
 from rollmill.types import Grade, LedgerState, TrafficClass, Trajectory, TrajectoryState
@@ -100,7 +100,7 @@ class TrajectoryStore:
         return True
 
     def finish(self, id: str, payload_key: str, submission_key: str | None, **facts: str | int | None) -> None:
-        """Seal: the payload object has been written. `facts`: columns of the index, as `schema.seal_facts` gives."""
+        """Seal: the payload object has been written. `facts`: columns of the index, as `payload.seal_facts` gives."""
         keys = {"payload_key": payload_key, "submission_key": submission_key}
         values = {
             **{name: None if key is None else to_key(name, key, LONGEST_OBJECT_KEY) for name, key in keys.items()},

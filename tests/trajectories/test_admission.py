@@ -18,8 +18,8 @@ from rollmill.storage.objects import Objects
 from rollmill.training.rl.deadlines import Candidate, choose_groups
 from rollmill.trajectories.admission import Experience, Member, Room, copied_row, oldest_position, renamed
 from rollmill.trajectories.ledger import Ledger, UntakenGroups
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, GroupState, LedgerState, PolicyRef, Version
 from tests.trajectories import build

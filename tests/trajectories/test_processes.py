@@ -19,7 +19,7 @@ from rollmill.storage import tables
 from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, LedgerState, StepRecord, Version
 from tests.processes import SERVER

@@ -18,8 +18,8 @@ from rollmill.storage.database import open_database, writing
 from rollmill.storage.objects import Objects
 from rollmill.storage.tables import trajectories
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade
 from tests.cli.conftest import Told
