@@ -23,7 +23,6 @@ from rollmill.runs.opening import open_with_index
 from rollmill.runs.run import RunDirectory
 from rollmill.trajectories.gradings import begin_grading
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 app = typer.Typer()
 
@@ -93,8 +92,7 @@ async def _measure(
     run: RunDirectory, sections: tuple[RewardSection, ...], count: int, filler: int
 ) -> list[tuple[str, list[Bias]]]:
     judges = [each for each in map(build, sections) if isinstance(each, Judge)]
-    objects = run.objects()
-    store = TrajectoryStore(run.database(), objects)
+    objects, store = run.objects(), run.trajectories()
     rows = [
         row for row in store.find(TrajectoryQuery(state="graded", of_run=run.id, limit=count)) if row.submission_key
     ]
@@ -119,8 +117,7 @@ async def _replay(
     run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool, changed_tasks: bool
 ) -> tuple[int | None, list[Regraded]]:
     """The number of the new grading, and its groups."""
-    engine, objects = run.database(), run.objects()
-    store = TrajectoryStore(engine, objects)
+    engine, objects, store = run.database(), run.objects(), run.trajectories()
     tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
     groups = list(dict.fromkeys((row.run, row.group_id) for row in store.find(query)))
     number = None
