@@ -29,16 +29,16 @@ import sqlalchemy as sa
 from benchmarks.output import at_most, finish
 from rollmill.feedback.collect import Conversations
 from rollmill.inference.engine_sections import EnginesSection, engine_specs
+from rollmill.storage import tables
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.parallel.chunk_exchange import plan_parcels
 from rollmill.training.parallel.sharding import Rows
 from rollmill.training.parallel.token_split import split
-from rollmill.trajectories import tables
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.ledger import Ledger, NewGroup
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade
 from rollmill.weights.format.codings import encode_full

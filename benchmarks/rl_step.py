@@ -40,7 +40,7 @@ from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.pass_size import fitted
 from rollmill.training.publishing.background import Background
 from rollmill.training.publishing.exporter import Exporter
-from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences
+from rollmill.training.rl.policy_passes import PolicyGradient, StepSequences
 from rollmill.training.single import SINGLE
 from rollmill.types import Version
 from rollmill.weights.reading.line_follower import LineFollower

@@ -30,9 +30,11 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import router_stats
 from rollmill.training.config import OptimizerConfig, RLConfig
-from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
-from rollmill.training.optimizers.master_optimizer import MasterOptimizer, learning_rate
+from rollmill.training.optimizers.learning_rate import learning_rate
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
+from rollmill.training.packed_pass import target_logprobs
 from rollmill.training.rl.advantage import group_advantages, has_signal
+from rollmill.training.rl.policy_loss import PolicyTokens, policy_loss
 
 DEVIATION = 0.02  # standard deviation of the initial weights, as in large models
 

@@ -14,6 +14,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "pytest",
+        "tests.gateway.serve",
         "tests.training.worker",
         "tests.training.parallel.cases",
         "rollmill.training.parallel.many_ranks",

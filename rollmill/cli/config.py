@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
-from sqlalchemy import make_url
 
-from rollmill.cli.environments.task_files import task_files
-from rollmill.reference import Section, find_sections, sections, to_toml
-from rollmill.runs.run import RunConfig
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollmill.reference import Section
+    from rollmill.runs.run import RunConfig
 
 TASK_FILES = "task-files"
 
@@ -39,6 +36,14 @@ def show_settings(
         rollmill config stages.rl.weight_cap
         rollmill config task-files
     """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from rollmill.cli.environments.task_files import task_files
+    from rollmill.reference import find_sections, sections
+    from rollmill.runs.run import RunConfig
+
     console = Console(highlight=False)
     if section == TASK_FILES:
         return print("\n".join(task_files()))
@@ -77,6 +82,9 @@ def _outline(listed: Sequence[Section]) -> dict[str, tuple[str, list[str]]]:
 
 
 def _print_section(console: Console, section: Section) -> None:
+    from rich.markup import escape
+    from rich.padding import Padding
+
     console.print(f"\n[bold]{escape(section.title)}[/]  {escape(section.description)}")
     if section.same_as:
         console.print(f"  The same settings as [{section.same_as}].", markup=False)
@@ -88,6 +96,10 @@ def _print_section(console: Console, section: Section) -> None:
 
 def print_config(config: RunConfig) -> None:
     """Print the resolved configuration as TOML that can be saved and run. A database password is left out."""
+    from sqlalchemy import make_url
+
+    from rollmill.reference import to_toml
+
     if config.database is not None:
         url = make_url(config.database).difference_update_query(["password"])
         config = config.model_copy(update={"database": url._replace(password=None).render_as_string()})

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from aiohttp import web
 
-from rollmill.dashboard.app import is_loopback, make_app
-from rollmill.dashboard.run_source import Source
 from rollmill.errors import ConfigError
-from rollmill.gateway.access.keys import KeyRing, KeyStore
-from rollmill.launch.roles.gateway import tls_context
 from rollmill.runs.free_ports import held_port
+
+if TYPE_CHECKING:
+    import ssl
+
+    from rollmill.dashboard.run_source import Source
+    from rollmill.gateway.access.keys import KeyRing
 
 PORT = 8800
 
@@ -53,6 +53,10 @@ def dashboard(
         rollmill dashboard runs/demo --host 0.0.0.0 --port 8800
         rollmill dashboard postgresql://reader@db/rollmill --objects s3://mill/runs
     """
+    from aiohttp import web
+
+    from rollmill.dashboard.app import is_loopback, make_app
+
     source = _source(target, objects, run, tokenizer)
     open_to_all = not is_loopback(host)
     keys = _keys(source, host) if open_to_all else None
@@ -76,6 +80,8 @@ def dashboard(
 
 
 def _source(target: str, objects: str | None, run: str | None, tokenizer: Path | None) -> Source:
+    from rollmill.dashboard.run_source import Source
+
     if "://" in target:
         return Source.of_database(target, objects, run, tokenizer)
     for option, value in (("--objects", objects), ("--run", run), ("--tokenizer", tokenizer)):
@@ -88,6 +94,8 @@ def _source(target: str, objects: str | None, run: str | None, tokenizer: Path |
 
 def _keys(source: Source, host: str) -> KeyRing:
     """The keys of the run that is shown. They are read from its database."""
+    from rollmill.gateway.access.keys import KeyRing, KeyStore
+
     if source.only is None:
         raise ConfigError(
             f"beyond loopback (--host {host}) visitors need a key, and keys belong to a run",
@@ -103,6 +111,8 @@ def _keys(source: Source, host: str) -> KeyRing:
 
 
 def _tls(source: Source) -> ssl.SSLContext | None:
+    from rollmill.launch.roles.gateway import tls_context
+
     if source.run is None or source.run.config.gateway.tls_cert is None:
         return None
     return tls_context(source.run.config.gateway)

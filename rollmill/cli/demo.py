@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from rollmill.cli.config import print_config
-from rollmill.cli.progress import Progress
 from rollmill.cli.train import print_result, run_to_report
-from rollmill.config import load_config
-from rollmill.dashboard.report_run import read_living, report_run
 from rollmill.demo import CONFIG
-from rollmill.demo.second_act import MIDTRAIN, live_cycle, make_run, midtrain
-from rollmill.runs.opening import open_run
-from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.runs.status import is_finished
+
+if TYPE_CHECKING:
+    from rollmill.runs.run import RunDirectory
 
 
 def demo(
@@ -52,6 +47,11 @@ def demo(
         rollmill demo --seed 1 --name second
         rollmill demo --live
     """
+    from rollmill.config import load_config
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.run import RunConfig, RunDirectory
+    from rollmill.runs.status import is_finished
+
     name = name or unused_name(root)
     config = load_config(RunConfig, CONFIG, [f'name="{name}"', f"seed={seed}"])
     if dry_run:
@@ -69,6 +69,12 @@ def demo(
 
 def play_second_act(run: RunDirectory) -> None:
     """One cycle of real-time RL with simulated users. Adds it to the report of the run."""
+    from rich.console import Console
+
+    from rollmill.cli.progress import Progress
+    from rollmill.dashboard.report_run import read_living, report_run
+    from rollmill.demo.second_act import MIDTRAIN, live_cycle, make_run, midtrain
+
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
         second = make_run(run)

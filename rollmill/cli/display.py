@@ -12,21 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box, filesize
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+    from rich.text import Text
 
 _UNBOUNDED = 10_000  # columns
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -34,25 +26,36 @@ _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 def console() -> Console:
     """For the output of a command. In a pipe or a file lines are not cut to a screen width."""
+    from rich.console import Console
+
     made = Console(highlight=False)
     return made if made.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_UNBOUNDED)
 
 
 def errors() -> Console:
     """For progress, on stderr, because the output may be piped to a program."""
+    from rich.console import Console
+
     return Console(highlight=False, stderr=True)
 
 
 def safe(text: object, style: str = "") -> Text:
+    from rich.text import Text
+
     return Text(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)), style)
 
 
 def labelled(label: str, style: str, text: object) -> Text:
+    from rich.text import Text
+
     return Text.assemble((label, style), " ", safe(text))
 
 
 def table(*columns: str, title: str | None = None, numbers: Iterable[str] = ()) -> Table:
     """A plain table; `numbers` are the right-aligned columns."""
+    from rich import box
+    from rich.table import Table
+
     made = Table(
         title=None if title is None else safe(title, "bold"),
         title_justify="left",
@@ -77,6 +80,9 @@ def fitted(out: Console, make: Callable[[list[str]], Table], columns: list[str],
 
 def facts(told: Mapping[str, object]) -> Table:
     """Names and values, one per line. Empty values are left out."""
+    from rich.table import Table
+    from rich.text import Text
+
     made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
@@ -95,6 +101,8 @@ def print_json(value: Any) -> None:
 
 
 def size(count: float) -> str:
+    from rich import filesize
+
     return filesize.decimal(int(count))
 
 
@@ -127,6 +135,8 @@ def when(at: float, pattern: str = "%m-%d %H:%M") -> str:
 @contextmanager
 def progress(out: Console, *, sizes: bool = True) -> Iterator[Progress]:
     """Progress bars with the time left. They are removed at the end."""
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     counted: ProgressColumn = DownloadColumn() if sizes else MofNCompleteColumn()
     columns = TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn()
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bars:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib.metadata
 import importlib.util
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from rollmill.errors import MachineError, RollmillError
-from rollmill.machines.images.image import BUILT_IN
-from rollmill.machines.machine import MachineHost
-from rollmill.machines.namespace.client import NamespaceHost
-from rollmill.machines.probe import Probed, probe
-from rollmill.machines.qemu.host import QemuHost
+
+if TYPE_CHECKING:
+    from rollmill.machines.machine import MachineHost
+    from rollmill.machines.probe import Probed
 
 GIB = 1 << 30
 
@@ -45,6 +38,10 @@ def doctor() -> None:
 
         rollmill doctor
     """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     checks = [check for probe in PROBES for check in probe()]
     table = Table("", "check", "found", "remedy")
     marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "missing": "[red]missing[/]"}
@@ -122,6 +119,8 @@ def _disk() -> list[Check]:
 
 def _machines() -> list[Check]:
     """Starts a real machine and runs a command in it: nothing else shows whether the kernel allows one."""
+    import asyncio
+
     try:
         limits, milliseconds = asyncio.run(_try_machine())
     except MachineError as error:
@@ -153,6 +152,11 @@ def _machines() -> list[Check]:
 
 
 async def _try_machine() -> tuple[dict[str, Any], float]:
+    import asyncio
+
+    from rollmill.machines.images.image import BUILT_IN
+    from rollmill.machines.namespace.client import NamespaceHost
+
     host = NamespaceHost()
     try:
         await host.start()
@@ -180,6 +184,12 @@ def _virtual_machines() -> list[Check]:
 
 def probe_machines(kinds: Sequence[str] = ("namespace", "qemu")) -> dict[str, Probed | str]:
     """Each kind of machine: what it can do, or why it does not work here."""
+    import asyncio
+
+    from rollmill.machines.namespace.client import NamespaceHost
+    from rollmill.machines.probe import probe
+    from rollmill.machines.qemu.host import QemuHost
+
     made: dict[str, Callable[[], MachineHost]] = {
         "namespace": NamespaceHost,
         "qemu": QemuHost,
@@ -199,6 +209,8 @@ def probe_machines(kinds: Sequence[str] = ("namespace", "qemu")) -> dict[str, Pr
 
 
 def _databases() -> list[Check]:
+    import sqlite3
+
     new_enough = sqlite3.sqlite_version_info >= (3, 35)
     remedy = "" if new_enough else "3.35 or newer is needed: use a newer Python build"
     checks = [Check("SQLite", "ok" if new_enough else "missing", sqlite3.sqlite_version, remedy)]

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress as Bars
-from rich.table import Table
 
-from rollmill.cli.environment_settings import Settings, read_settings
 from rollmill.cli.environments.rollout_command import SERVED_MODEL, KeyOption, ModelNameOption, ModelOption
-from rollmill.cli.progress import Progress
 from rollmill.cli.target import VersionOption, find_target
-from rollmill.environments.environment import build_tasks, open_environment
-from rollmill.evals import evaluation as evals
-from rollmill.evals.evaluation import Conduct, EvalResult
-from rollmill.evals.suite import EvalConfig
-from rollmill.launch import services
-from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
-from rollmill.runs.opening import open_with_index
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.table import Table
+
+    from rollmill.cli.environment_settings import Settings
+    from rollmill.evals import evaluation as evals
+    from rollmill.evals.evaluation import Conduct, EvalResult
+    from rollmill.evals.suite import EvalConfig
+    from rollmill.rollouts.agent_endpoint import Endpoint
 
 SHOWN = 40  # tasks in the table
 
@@ -58,6 +55,11 @@ def evaluate(
 
         rollmill eval examples/micro.toml --model http://127.0.0.1:8000/v1 --tasks 16
     """
+    from rollmill.cli.environment_settings import read_settings
+    from rollmill.cli.progress import Progress
+    from rollmill.launch import services
+    from rollmill.rollouts.agent_endpoint import Endpoint
+    from rollmill.runs.opening import open_with_index
 
     if model is not None:
         endpoint = Endpoint(model, key or "", model_name)
@@ -81,6 +83,15 @@ def evaluate(
 def _evaluate_endpoint(
     config: Settings, endpoint: Endpoint, tasks: int | None, attempts: int | None
 ) -> list[EvalResult]:
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    from rollmill.environments.environment import build_tasks, open_environment
+    from rollmill.evals import evaluation as evals
+    from rollmill.rollouts.agent_endpoint import EndpointProxy
+
     suite = limited_suite(config.evals, tasks, attempts)
     examination = evals.Examination(config.name, "endpoint", 0, config.rollouts.max_answer_tokens, config.seed)
 
@@ -112,6 +123,8 @@ def limited_suite(configured: EvalConfig, tasks: int | None, attempts: int | Non
 
 
 def _show(title: str, results: list[EvalResult], json: bool) -> None:
+    from rich.console import Console
+
     if json:
         typer.echo(dumps({"evaluated": title, "results": [asdict(result) for result in results]}))
         return
@@ -178,6 +191,8 @@ def _figures(made: list[Conduct]) -> tuple[str, str, str]:
 
 
 def _rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold", justify="right" if number else "left")

@@ -1,4 +1,7 @@
-"""The `rollmill` command. Wiring only: each command has its own module, imported when it is called."""
+"""The `rollmill` command. Wiring only: each command has its own module, imported when it is called.
+
+A module of commands imports what they run inside its functions, so that a help needs none of it and comes at once.
+"""
 
 from __future__ import annotations
 

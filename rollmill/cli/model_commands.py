@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich import box, filesize
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from rollmill.chat.formats.choice import format_beside
-from rollmill.chat.formats.template import TemplateFormat
-from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rollmill.models.huggingface.convert import HuggingFaceModel
+
 
 app = typer.Typer()
 
@@ -44,6 +40,8 @@ def get(
         rollmill model get smollm2-135m
         rollmill model get ./checkpoint --to models/mine
     """
+    from rich.console import Console
+
     from rollmill.models.get import get_model
     from rollmill.models.huggingface.convert import open_checkpoint
 
@@ -61,6 +59,8 @@ def show(directory: Directory) -> None:
 
         rollmill model show models/smollm2-135m
     """
+    from rich.console import Console
+
     from rollmill.models.huggingface.convert import open_checkpoint
 
     Console().print(_table(open_checkpoint(directory)))
@@ -87,6 +87,8 @@ def upcycle(
 
         rollmill model upcycle models/smollm2-135m models/moe --experts 4 --per-token 2
     """
+    from rich.console import Console
+
     from rollmill.models.upcycle import Upcycle, upcycle
 
     how = Upcycle(experts, per_token, every, noise, seed)
@@ -94,6 +96,10 @@ def upcycle(
 
 
 def _table(checkpoint: HuggingFaceModel) -> Table:
+    from rich import box, filesize
+    from rich.markup import escape
+    from rich.table import Table
+
     files, layout, model = checkpoint.files, checkpoint.layout, checkpoint.layout.model
     table = Table(title=escape(str(files.directory)), title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     rows = {
@@ -134,6 +140,8 @@ def _attention(checkpoint: HuggingFaceModel) -> str:
 
 
 def _tokenizer(directory: Path) -> str:
+    from rollmill.chat.tokenizer import Tokenizer
+
     path = directory / "tokenizer.json"
     if not path.exists():
         return "no tokenizer.json: text cannot be turned into tokens"
@@ -142,6 +150,10 @@ def _tokenizer(directory: Path) -> str:
 
 
 def _chat(directory: Path) -> str:
+    from rollmill.chat.formats.choice import format_beside
+    from rollmill.chat.formats.template import TemplateFormat
+    from rollmill.chat.tokenizer import Tokenizer
+
     path = directory / "tokenizer.json"
     if not path.exists():
         return "none"

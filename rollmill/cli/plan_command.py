@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from rollmill.config import load_config
 from rollmill.errors import ConfigError
-from rollmill.models.counts import active_parameters, all_parameters
-from rollmill.runs.plan import GPUS, Plan, plan
-from rollmill.runs.run import RunConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.runs.plan import Plan
 
 
 def plan_run(
@@ -35,6 +34,12 @@ def plan_run(
         rollmill plan examples/micro.toml --gpus 8
         rollmill plan run.toml --gpus 64 --rollout-tokens 6000 engine.max_batch=256
     """
+    from rich.console import Console
+
+    from rollmill.config import load_config
+    from rollmill.runs.plan import GPUS, plan
+    from rollmill.runs.run import RunConfig
+
     if gpu not in GPUS:
         raise ConfigError(f"there are no figures for --gpu {gpu}", hint=f"known: {', '.join(GPUS)}")
     config = load_config(RunConfig, source, overrides or ())
@@ -47,6 +52,8 @@ def plan_run(
 
 
 def _head(plan: Plan, gpus: int) -> str:
+    from rollmill.models.counts import active_parameters, all_parameters
+
     total, active = all_parameters(plan.model), active_parameters(plan.model)
     parameters = f"{_count(total)} parameters, {_count(active)} active per token"
     if plan.shared:
@@ -57,6 +64,8 @@ def _head(plan: Plan, gpus: int) -> str:
 
 
 def _table(plan: Plan) -> Table:
+    from rich.table import Table
+
     trainer, engine = plan.trainer, plan.engine
     memory = plan.gpu.memory / (2 if plan.shared else 1)
     table = Table("", "estimate", "from")

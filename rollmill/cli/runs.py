@@ -9,23 +9,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.cli.display import console
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.kinds import build
-from rollmill.launch.autoscaler import read_decisions
-from rollmill.launch.rescale import ask_scale
-from rollmill.runs.configuration.autoscale_rule import describe
-from rollmill.runs.lock import terminate
-from rollmill.runs.opening import open_run
-from rollmill.runs.run import RunDirectory
-from rollmill.runs.saved import url_of
-from rollmill.runs.status import RunState, bytes_of, service_paths, state_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.runs.run import RunDirectory
+    from rollmill.runs.status import RunState
 
 STOP_PATIENCE_S = 60.0
 Directory = Annotated[
@@ -48,6 +43,8 @@ def runs(
 
         rollmill runs
     """
+    from rich.table import Table
+
     rows = [_summary(path.parent) for path in sorted(root.glob("*/run.json"))]
     if as_json:
         for row in rows:
@@ -71,6 +68,12 @@ def status(directory: Directory) -> None:
 
         rollmill status runs/demo
     """
+    from rich.console import Console
+
+    from rollmill.launch.autoscaler import read_decisions
+    from rollmill.runs.configuration.autoscale_rule import describe
+    from rollmill.runs.status import bytes_of, state_of
+
     run, given = _open(directory)
     state = state_of(run)
     table = _facts_table()
@@ -109,6 +112,8 @@ def logs(
         rollmill logs runs/demo trainer -f
         rollmill logs runs/demo serve-1/gateway
     """
+    from rollmill.kinds import build
+
     run, given = _open(directory)
     cluster = build(run.config.cluster)
     cluster.collect(run)
@@ -140,6 +145,10 @@ def stop(directory: Directory) -> None:
 
         rollmill stop runs/demo
     """
+    from rollmill.kinds import build
+    from rollmill.runs.lock import terminate
+    from rollmill.runs.status import state_of
+
     run, given = _open(directory)
     state = state_of(run)
     if not state.processes:
@@ -177,6 +186,9 @@ def scale(
         rollmill scale runs/demo engines=2
         rollmill scale runs/demo engines=4 away=2
     """
+    from rollmill.launch.rescale import ask_scale
+    from rollmill.runs.status import state_of
+
     run, given = _open(directory)
     for region, count in ask_scale(run, settings).items():
         print(f"{region}: {count} engine{'s' if count > 1 else ''}")
@@ -196,6 +208,8 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
 
         rollmill rm runs/demo
     """
+    from rollmill.runs.status import bytes_of, state_of
+
     run, given = _open(directory)
     if given != str(directory):
         raise RollmillError(
@@ -222,6 +236,9 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
 
 def _summary(path: Path) -> dict[str, Any]:
     """One row of `rollmill runs`. A run that cannot be opened is listed too."""
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.status import bytes_of, state_of
+
     row: dict[str, Any] = {"run": path.name, "bytes": bytes_of(path)}
     try:
         run = open_run(path)
@@ -246,6 +263,8 @@ def _progress(state: RunState) -> str:
 
 
 def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:
+    from rollmill.runs.status import service_paths
+
     for path in sorted(run.logs.glob("*.log")):
         yield path.stem, path
     for service in service_paths(run):
@@ -255,10 +274,15 @@ def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:
 
 def _open(directory: Path) -> tuple[RunDirectory, str]:
     """The run, and what the user called it."""
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.saved import url_of
+
     return open_run(directory), url_of(directory) or str(directory)
 
 
 def _facts_table() -> Table:
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -6,21 +6,16 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollmill.cli.weights.places import Place, find_form, find_version
-from rollmill.config import validate_config
 from rollmill.errors import WeightsError
-from rollmill.launch.services import Target
-from rollmill.launch.supervise import import_weights
-from rollmill.runs.import_checkpoint import check_checkpoint
-from rollmill.runs.opening import open_run
-from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.runs.saved import url_of
-from rollmill.types import Version
-from rollmill.weights.reading.channels import Channels
+
+if TYPE_CHECKING:
+    from rollmill.launch.services import Target
+    from rollmill.runs.run import RunDirectory
 
 VersionOption = Annotated[
     str | None,
@@ -34,6 +29,10 @@ VersionOption = Annotated[
 
 def find_target(run: RunDirectory, text: str | None) -> Target:
     """The version, channel or line that is meant. Raises WeightsError if it is not there."""
+    from rollmill.launch.services import Target
+    from rollmill.types import Version
+    from rollmill.weights.reading.channels import Channels
+
     store, line = run.weights(), run.config.line
     form: str = run.config.form if run.config.stages else "bf16"  # imported weights have no other form
     if text is None:
@@ -52,6 +51,9 @@ def find_target(run: RunDirectory, text: str | None) -> Target:
 
 def start_settings(directory: Path, text: str) -> list[str]:
     """The [start] of a run that starts from a version of the run in `directory`, or at that URL, as overrides."""
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.saved import url_of
+
     run, name = open_run(directory), url_of(directory) or str(directory.absolute())
     target = find_target(run, text)
     settings = {"run": name, "id": run.id, "version": str(target.version), "form": target.form}
@@ -64,6 +66,12 @@ def is_checkpoint(directory: Path) -> bool:
 
 def checkpoint_run(root: Path, directory: Path) -> RunDirectory:
     """A run that only holds an imported checkpoint. A checkpoint that changes gets a new one."""
+    from rollmill.config import validate_config
+    from rollmill.launch.supervise import import_weights
+    from rollmill.runs.import_checkpoint import check_checkpoint
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.run import RunConfig, RunDirectory
+
     directory = directory.absolute()
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in directory.iterdir())
     label = re.sub("[^a-z0-9_-]+", "-", directory.name.lower()).strip("-_")[:40] or "model"

@@ -5,29 +5,17 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from rollmill.cli.config import print_config
-from rollmill.cli.progress import Progress
 from rollmill.cli.target import start_settings
-from rollmill.config import load_config
-from rollmill.dashboard.report_run import report_run, share_report
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.kinds import build
-from rollmill.launch import supervise
-from rollmill.launch.extend import extend
 from rollmill.launch.launcher import Cluster
-from rollmill.launch.rank_processes import begin_run, outside_rank
-from rollmill.runs.open_sinks import Sinks
-from rollmill.runs.opening import open_run
-from rollmill.runs.preflight import check_here, check_parts, check_stores
-from rollmill.runs.run import RunConfig, RunDirectory
-from rollmill.runs.saved import url_of
-from rollmill.runs.stages import phases
-from rollmill.runs.status import is_finished
+
+if TYPE_CHECKING:
+    from rollmill.runs.run import RunDirectory
 
 Source = Annotated[
     Path,
@@ -77,6 +65,16 @@ def train(
         rollmill train next.toml --from runs/micro live
         rollmill train examples/micro.toml --detach
     """
+    from rollmill.config import load_config
+    from rollmill.kinds import build
+    from rollmill.launch.extend import extend
+    from rollmill.launch.rank_processes import begin_run
+    from rollmill.runs.opening import open_run
+    from rollmill.runs.preflight import check_here, check_parts, check_stores
+    from rollmill.runs.run import RunConfig
+    from rollmill.runs.saved import url_of
+    from rollmill.runs.status import is_finished
+
     if resume:
         if start or dry_run:
             raise ConfigError(
@@ -126,6 +124,13 @@ def tell_detached(run: RunDirectory) -> None:
 
 def run_to_report(run: RunDirectory) -> None:
     """Drive the run with a live display, write its report, and print where it is."""
+    from rollmill.cli.progress import Progress
+    from rollmill.dashboard.report_run import report_run
+    from rollmill.kinds import build
+    from rollmill.launch import supervise
+    from rollmill.launch.rank_processes import outside_rank
+    from rollmill.runs.stages import phases
+
     if outside_rank() > 0:
         supervise.follow(run)
         return
@@ -147,6 +152,11 @@ def run_to_report(run: RunDirectory) -> None:
 
 def watch(run: RunDirectory, cluster: Cluster) -> None:
     """Show a run whose supervisor lives in a cluster, until it ends, and feed its sinks. Ctrl-C leaves it running."""
+    from rollmill.cli.progress import Progress
+    from rollmill.runs.open_sinks import Sinks
+    from rollmill.runs.stages import phases
+    from rollmill.runs.status import is_finished
+
     sinks = Sinks(run)
     try:
         with Progress(run.events, phases(run.config), title=f"rollmill · {run.config.name}") as progress:
@@ -171,11 +181,15 @@ def watch(run: RunDirectory, cluster: Cluster) -> None:
 
 
 def show_finished(run: RunDirectory) -> None:
+    from rollmill.dashboard.report_run import share_report
+
     share_report(run)  # its store may not have answered when it was written
     print_result(run.path / "report.html")
 
 
 def print_result(report: Path) -> None:
+    from rich.console import Console
+
     console = Console(soft_wrap=True)
     console.print(f"\n{_verdict(report.with_suffix('.json'))}", highlight=False)
     console.print(f"report: [link=file://{report.resolve()}]{report}[/link]", highlight=False)

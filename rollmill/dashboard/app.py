@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from markupsafe import Markup
 
-from rollmill.dashboard.live import Live
+from rollmill.dashboard.overview import Live
 from rollmill.dashboard.render import render, static
 from rollmill.dashboard.run_source import Source
 from rollmill.dashboard.trajectory_pages import Filters, list_page, reading_page

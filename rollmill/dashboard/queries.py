@@ -16,13 +16,13 @@ import sqlalchemy as sa
 from rollmill.feedback.collect import PRODUCTION
 from rollmill.runs.cycle_journal import Journal, Move
 from rollmill.storage.database import reading
-from rollmill.trajectories.pace import Pace
+from rollmill.storage.tables import feedback, groups, ledger, trajectories
 from rollmill.trajectories.query import Cursor, TrajectoryQuery
 from rollmill.trajectories.results import read_results
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.steps import committed
 from rollmill.trajectories.storable import to_object
 from rollmill.trajectories.table_rows import COLUMNS, TrajectoryRow, to_row
-from rollmill.trajectories.tables import feedback, groups, ledger, trajectories
 from rollmill.types import GroupState
 
 PAGE = 50  # trajectories per page

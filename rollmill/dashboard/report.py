@@ -15,8 +15,8 @@ from markupsafe import Markup
 from rollmill import telemetry
 from rollmill.dashboard.chapters import chapters
 from rollmill.dashboard.conversation import Decode, conversation, readings
+from rollmill.dashboard.cycles import living_chapter, living_lead
 from rollmill.dashboard.figures import RunEvents, figures, find_eval
-from rollmill.dashboard.living import living_chapter, living_lead
 from rollmill.dashboard.loans import LoanRecord, loan_figures, loans_chapter
 from rollmill.dashboard.render import render, static
 from rollmill.errors import StorageError

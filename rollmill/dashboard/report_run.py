@@ -12,7 +12,7 @@ from typing import Any
 from rollmill import telemetry
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.dashboard.conversation import Decode
-from rollmill.dashboard.living import living_figures
+from rollmill.dashboard.cycles import living_figures
 from rollmill.dashboard.loans import LOANS, LoanRecord, read_loans
 from rollmill.dashboard.report import example_trajectories, write_report
 from rollmill.errors import StorageError

@@ -47,9 +47,20 @@ def find_parts(tree: dict[str, Any]) -> dict[str, Any]:
     directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else None
     if directory is not None:
         search_also(directory)
+    harness = tree.get("harness")
+    if isinstance(harness, dict):
+        harness = resolve_paths(HarnessSection, harness, directory or Path.cwd())
+        tree = {**_own_parts(harness), **tree, "harness": harness}
     if "tasks" not in tree:
         return tree
     return {**tree, "tasks": resolve_paths(TasksSection, tree["tasks"], directory or Path.cwd())}
+
+
+def _own_parts(harness: dict[str, Any]) -> dict[str, Any]:
+    """[tasks] and [[rewards]], if they come with the harness: its kind is a kind of tasks too."""
+    if harness.get("kind") not in HarnessSection._slot.built_in.keys() & TasksSection._slot.built_in.keys():
+        return {}
+    return {"tasks": harness, "rewards": [{"kind": "reported"}]}
 
 
 def build_tasks(sections: Sections) -> TaskSet:

@@ -26,6 +26,8 @@ class TasksSection(KindSection):
             "humaneval": "rollmill.environments.tasks.humaneval:HumanEvalTasks",
             "harbor": "rollmill.environments.tasks.harbor:HarborTasks",
             "swe_bench": "rollmill.environments.tasks.swe_bench:SweBenchTasks",
+            "verifiers": "rollmill.environments.packages.verifiers:VerifiersTasks",
+            "openenv": "rollmill.environments.packages.openenv:OpenEnvTasks",
         },
         "rollmill.tasks",
     )
@@ -40,6 +42,8 @@ class HarnessSection(KindSection):
             "chat": "rollmill.environments.harnesses.chat:ChatHarness",
             "command": "rollmill.environments.harnesses.command:CommandHarness",
             "remote": "rollmill.environments.harnesses.remote:RemoteHarness",
+            "verifiers": "rollmill.environments.packages.verifiers:VerifiersHarness",
+            "openenv": "rollmill.environments.packages.openenv:OpenEnvHarness",
         },
         "rollmill.harnesses",
         default="shell",
@@ -61,6 +65,7 @@ class RewardSection(KindSection):
             "length": "rollmill.environments.rewards.length:Length",
             "behaviour": "rollmill.environments.rewards.behaviour:Behaviour",
             "judge": "rollmill.environments.rewards.judge:Judge",
+            "reported": "rollmill.environments.packages.reported:Reported",
         },
         "rollmill.rewards",
     )

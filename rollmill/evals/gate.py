@@ -278,13 +278,15 @@ class _Sides:
 
     def costs(self, beside: bool) -> list[Metric]:
         config, graded = self.config, self.kind == "mean reward"
-        per: Measure = _count if graded else _solved
+        per: Measure = (lambda each: 1) if graded else (lambda each: each.solved)
         tokens = "tokens_per_attempt" if graded else "tokens_per_solved"
-        found = [self._ratio(tokens, _tokens, per, 1 + config.max_more_tokens)]
+        found = [self._ratio(tokens, lambda each: each.tokens, per, 1 + config.max_more_tokens)]
         if beside and self.told():
-            found.append(self._ratio("engine_seconds", _engine_seconds, per, 1 + config.max_more_engine_seconds))
+            more = 1 + config.max_more_engine_seconds
+            found.append(self._ratio("engine_seconds", lambda each: each.engine_seconds, per, more))
         if beside:
-            found.append(self._ratio("latency", _seconds, _count, 1 + config.max_more_seconds))
+            more = 1 + config.max_more_seconds
+            found.append(self._ratio("latency", lambda each: each.seconds, lambda each: 1, more))
         return found
 
     def told(self) -> bool:
@@ -388,26 +390,6 @@ def _lost(live: Attempts, tried: Sequence[Sequence[Conduct]], names: tuple[str, 
     if lost:
         notes.append(f"{lost} attempts of {names[0]} were lost by the infrastructure and do not count")
     return tuple(notes)
-
-
-def _solved(attempt: Conduct) -> float:
-    return attempt.solved
-
-
-def _count(attempt: Conduct) -> float:
-    return 1.0
-
-
-def _tokens(attempt: Conduct) -> float:
-    return attempt.tokens
-
-
-def _engine_seconds(attempt: Conduct) -> float:
-    return attempt.engine_seconds
-
-
-def _seconds(attempt: Conduct) -> float:
-    return attempt.seconds
 
 
 def _calls(attempt: Conduct) -> list[float]:

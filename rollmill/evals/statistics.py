@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -58,10 +59,11 @@ def combine(before: Interval, after: Interval, correlation: float = 0.0) -> Inte
 
 def clustered_interval(tasks: Sequence[Values], confidence: float = 0.95) -> Interval:
     """A mean over several attempts per task: of outcomes (a solve rate) or of rewards."""
-    known = [np.asarray(values, np.float64) for values in tasks if len(values)]
+    known = [values for values in tasks if len(values)]
     if not known:
         return Interval(math.nan, 0.0, 1.0)
-    return _Clustered(known, *_scale(known)).interval(student(confidence, len(known) - 1))
+    found = _Clustered(known)
+    return found.interval(student(confidence, len(known) - 1), found.low, found.high)
 
 
 def clustered_difference(
@@ -71,14 +73,12 @@ def clustered_difference(
     shared = sorted(task for task in before.keys() & after.keys() if len(before[task]) and len(after[task]))
     if not shared:
         return Interval(math.nan, -1.0, 1.0)
-    sides = [[np.asarray(side[task], np.float64) for task in shared] for side in (before, after)]
-    low, high = _scale(sides[0] + sides[1])
-    first, second = (_Clustered(side, low, high) for side in sides)
+    first, second = (_Clustered([side[task] for task in shared]) for side in (before, after))
+    low, high = min(first.low, second.low), max(first.high, second.high)
     z = student(confidence, len(shared) - 1)
-    found = combine(first.interval(z), second.interval(z), first.correlation(second))
+    found = combine(first.interval(z, low, high), second.interval(z, low, high), first.correlation(second))
     # what tasks that all agree leave open: one more could be as far away as the farthest, or as far as can be
-    gains_T = [float(one.mean() - other.mean()) - found.value for other, one in zip(*sides, strict=True)]
-    farthest = max(map(abs, gains_T))
+    farthest = float(np.abs(second.means_T - first.means_T - found.value).max())
     least = (farthest if farthest > 1e-9 else high - low) * _score(0.0, len(shared), z).high
     down, up = max(found.value - found.low, least), max(found.high - found.value, least)
     return Interval(found.value, max(found.value - down, low - high), min(found.value + up, high - low))
@@ -137,13 +137,14 @@ def seen(half_width: float, confidence: float, freedom: float) -> float:
 
 
 class _Clustered:
-    """A mean of values between `low` and `high`, with its standard error over tasks."""
+    """A mean, with its standard error over tasks. Each task has a value."""
 
-    def __init__(self, tasks: Sequence[np.ndarray], low: float, high: float) -> None:
-        values, counts_T = np.concatenate(tasks), np.array(list(map(len, tasks)))
-        self.tasks, self.low, self.high = len(tasks), low, high
-        self.value = float(values.mean())
-        self.residuals_T = (np.array([each.sum() for each in tasks]) - self.value * counts_T) / len(values)
+    def __init__(self, tasks: Sequence[Values]) -> None:
+        values, counts_T = np.fromiter(chain.from_iterable(tasks), np.float64), np.array(list(map(len, tasks)))
+        sums_T = np.add.reduceat(values, np.cumsum(counts_T) - counts_T)
+        self.tasks, self.means_T, self.value = len(tasks), sums_T / counts_T, float(values.mean())
+        self.low, self.high = min(0.0, float(values.min())), max(1.0, float(values.max()))  # what a value may be
+        self.residuals_T = (sums_T - self.value * counts_T) / len(values)
         independent = float(values.var()) / len(values)  # the design effect is at least one
         self.error = math.sqrt(max(self._covariance(self), independent))
 
@@ -155,11 +156,12 @@ class _Clustered:
             return 0.0
         return max(-1.0, min(1.0, self._covariance(other) / (self.error * other.error)))
 
-    def interval(self, z: float) -> Interval:
-        width = self.high - self.low
-        rate = (self.value - self.low) / width
+    def interval(self, z: float, low: float, high: float) -> Interval:
+        """For values between `low` and `high`."""
+        width = high - low
+        rate = (self.value - low) / width
         size = rate * (1 - rate) / (self.error / width) ** 2 if self.error > 1e-12 * width else self.tasks
-        return Interval(*(self.low + width * each for each in _score(rate, size, z)))
+        return Interval(*(low + width * each for each in _score(rate, size, z)))
 
 
 def _score(rate: float, size: float, z: float) -> Interval:
@@ -174,11 +176,6 @@ def _score(rate: float, size: float, z: float) -> Interval:
 
 def _sides(one: float, other: float, correlation: float) -> float:
     return math.sqrt(max(one * one + other * other - 2 * correlation * one * other, 0.0))
-
-
-def _scale(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
-    """What a value may be: 0 to 1, or wider if values are."""
-    return min(0.0, *(float(each.min()) for each in tasks)), max(1.0, *(float(each.max()) for each in tasks))
 
 
 def _relative(sums_T2: np.ndarray, rate: float) -> np.ndarray:

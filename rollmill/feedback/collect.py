@@ -11,9 +11,9 @@ from sqlalchemy import bindparam
 from rollmill.feedback.distil import Conversation
 from rollmill.feedback.rule import Signal
 from rollmill.storage.database import reading
+from rollmill.storage.tables import feedback, trajectories
 from rollmill.trajectories.storable import from_json
 from rollmill.trajectories.table_rows import consent_of
-from rollmill.trajectories.tables import feedback, trajectories
 
 PRODUCTION = "production"  # what the gateway lists live traffic under
 LATE_S = 60.0  # a row may become visible, or the clock of its gateway be wrong, by this much

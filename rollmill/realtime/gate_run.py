@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -52,16 +53,16 @@ def run_gate(
 ) -> GateVerdict:
     """Measure both versions, unless they are measured already, and record the verdict about the candidate. Record only
     what `live` may rely on: a comparison with the live version on the whole suite of the run."""
-    objects = run.objects()
     suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
-    targets, digest = [live.pinned(), candidate.pinned()], suite_digest(run, suite)
+    measuring = _Measuring(run, run.objects(), suite, suite_digest(run, suite), on_tick)
+    targets = [live.pinned(), candidate.pinned()]
     names = (str(live.version), str(candidate.version))
     for look in range(config.looks):
         attempts = suite.attempts << look
-        measured = _both(run, objects, targets, suite, attempts, digest, config.beside, again and not look, on_tick)
+        measured = measuring.both(targets, attempts, beside=config.beside, again=again and not look)
         yardstick = None
         if record and names[0] != names[1]:
-            yardstick = _yardstick(run, objects, live.version, config.yardstick, suite, attempts, digest, on_tick)
+            yardstick = measuring.yardstick(live.version, config.yardstick, attempts)
         verdict, by_estimate = (
             judge(
                 measured[0].attempts,
@@ -76,69 +77,78 @@ def run_gate(
         if verdict.promotes or not by_estimate.promotes:
             break
     if record:
-        record_verdict(objects, candidate.version, verdict)
+        record_verdict(measuring.objects, candidate.version, verdict)
     return verdict
 
 
-def _both(
-    run: RunDirectory,
-    objects: Objects,
-    targets: Sequence[Target],
-    suite: EvalConfig,
-    attempts: int,
-    digest: str,
-    beside: bool,
-    again: bool,
-    on_tick: Callable[[], None],
-) -> list[_Measured]:
-    """Both versions with so many attempts per task. What they lack of them is made at the same time."""
-    keys = [_measured_key(target.version, digest) for target in targets]
-    known = [_Measured("", {}) if again else _Measured.read(objects, key) for key in keys]
-    if beside and known[0].moment != known[1].moment:  # live may have been measured since, beside another candidate
-        known = [_Measured("", {})] * 2
-    moment, lacking = secrets.token_hex(8), dict[int, dict[str, Target]]()
-    for key, target, measured in zip(keys, targets, known, strict=True):
-        if measured.lacks(attempts, suite):
-            lacking.setdefault(measured.made, {})[key] = target
-    for made, wanted in lacking.items():
-        more = _measure(run, list(wanted.values()), suite, made, attempts, on_tick)
-        for key, found in zip(wanted, more, strict=True):
-            known[keys.index(key)].with_more(found, moment).write(objects, key)
-    return [_Measured.read(objects, key) for key in keys]
+@dataclass(frozen=True)
+class _Measuring:
+    """Measures versions on one suite of a run, and keeps what was measured."""
 
+    run: RunDirectory
+    objects: Objects
+    suite: EvalConfig
+    digest: str  # of the suite
+    on_tick: Callable[[], None]
 
-def _yardstick(
-    run: RunDirectory,
-    objects: Objects,
-    live: Version,
-    wanted: str | None,
-    suite: EvalConfig,
-    attempts: int,
-    digest: str,
-    on_tick: Callable[[], None],
-) -> tuple[str, dict[str, list[Conduct]]] | None:
-    """The version that is `wanted`, or the best of those that were live, with its attempts; None if it is live now.
-    It is measured on its own where this suite has not measured it: its seconds are not compared."""
-    known = None if wanted or objects.head(_YARDSTICK) is None else json.loads(objects.get(_YARDSTICK))["version"]
-    line, _, number = (wanted or known or str(live)).rpartition("@")
-    version = Version(line, int(number))
-    key, weights = _measured_key(version, digest), WeightStore(objects)
-    target = target_of(weights, version, run.config.form)
-    lost = objects.head(key) is None and not weights.exists(version, target.form)
-    if lost and wanted:
-        hint = "set gate.yardstick to a version that is there, or leave it out"
-        raise WeightsError(f"gate.yardstick is {version}, whose weights are not in the store", hint=hint)
-    if version != live and not lost:
-        measured = _Measured.read(objects, key)
-        if measured.lacks(attempts, suite):
-            (more,) = _measure(run, [target], suite, measured.made, attempts, on_tick)
-            measured.with_more(more, "yardstick").write(objects, key)
-        found, of_live = (_Measured.read(objects, each).attempts for each in (key, _measured_key(live, digest)))
-        if wanted or not surely_better(found, of_live):
-            return str(version), found
-    if not wanted and known != str(live):
-        objects.put(_YARDSTICK, json.dumps({"version": str(live)}).encode())
-    return None
+    def both(self, targets: Sequence[Target], attempts: int, *, beside: bool, again: bool) -> list[_Measured]:
+        """Both versions with so many attempts per task. What they lack of them is made at the same time."""
+        by_version = {target.version: target for target in targets}  # the first live version is its own candidate
+        known = {version: _Measured("", {}) if again else self._read(version) for version in by_version}
+        if beside and len({measured.moment for measured in known.values()}) > 1:
+            known = dict.fromkeys(by_version, _Measured("", {}))  # live was measured since, beside another candidate
+        moment, lacking = secrets.token_hex(8), defaultdict[int, list[Target]](list)
+        for version, measured in known.items():
+            if self._lacks(measured, attempts):
+                lacking[measured.made].append(by_version[version])
+        for made, wanted in lacking.items():
+            more = _measure(self.run, wanted, self.suite, made, attempts, self.on_tick)
+            for target, found in zip(wanted, more, strict=True):
+                self._write(target.version, known[target.version].with_more(found, moment))
+        return [self._read(target.version) for target in targets]
+
+    def yardstick(
+        self, live: Version, wanted: str | None, attempts: int
+    ) -> tuple[str, dict[str, list[Conduct]]] | None:
+        """The version that is `wanted`, or the best of those that were live, with its attempts; None if it is live now.
+        It is measured on its own where this suite has not measured it: its seconds are not compared."""
+        objects, weights = self.objects, WeightStore(self.objects)
+        known = None if wanted or objects.head(_YARDSTICK) is None else json.loads(objects.get(_YARDSTICK))["version"]
+        line, _, number = (wanted or known or str(live)).rpartition("@")
+        version = Version(line, int(number))
+        target = target_of(weights, version, self.run.config.form)
+        lost = objects.head(self._key(version)) is None and not weights.exists(version, target.form)
+        if lost and wanted:
+            hint = "set gate.yardstick to a version that is there, or leave it out"
+            raise WeightsError(f"gate.yardstick is {version}, whose weights are not in the store", hint=hint)
+        if version != live and not lost:
+            measured = self._read(version)
+            if self._lacks(measured, attempts):
+                (more,) = _measure(self.run, [target], self.suite, measured.made, attempts, self.on_tick)
+                self._write(version, measured.with_more(more, "yardstick"))
+            found, of_live = (self._read(each).attempts for each in (version, live))
+            if wanted or not surely_better(found, of_live):
+                return str(version), found
+        if not wanted and known != str(live):
+            objects.put(_YARDSTICK, json.dumps({"version": str(live)}).encode())
+        return None
+
+    def _lacks(self, measured: _Measured, attempts: int) -> bool:
+        """What is measured has the attempts of the suite, or more."""
+        return measured.made < attempts if attempts > self.suite.attempts else not measured.attempts
+
+    def _key(self, version: Version) -> str:
+        return f"gates/measured/{version}-{self.digest}.json"
+
+    def _read(self, version: Version) -> _Measured:
+        if self.objects.head(self._key(version)) is None:
+            return _Measured("", {})
+        tree = json.loads(self.objects.get(self._key(version)))
+        by_task = {task: [Conduct(**each) for each in attempts] for task, attempts in tree["attempts"].items()}
+        return _Measured(tree["moment"], by_task)
+
+    def _write(self, version: Version, measured: _Measured) -> None:
+        self.objects.put(self._key(version), json.dumps(asdict(measured)).encode())
 
 
 def target_of(weights: WeightStore, version: Version, form: str) -> Target:
@@ -191,24 +201,9 @@ class _Measured:
         """Attempts per task."""
         return max(map(len, self.attempts.values()), default=0)
 
-    def lacks(self, attempts: int, suite: EvalConfig) -> bool:
-        """What is measured has the attempts of the suite, or more."""
-        return self.made < attempts if attempts > suite.attempts else not self.attempts
-
     def with_more(self, attempts: dict[str, list[Conduct]], moment: str) -> _Measured:
         tasks = self.attempts.keys() | attempts.keys()
         return _Measured(moment, {task: [*self.attempts.get(task, []), *attempts.get(task, [])] for task in tasks})
-
-    @classmethod
-    def read(cls, objects: Objects, key: str) -> _Measured:
-        if objects.head(key) is None:
-            return cls("", {})
-        tree = json.loads(objects.get(key))
-        by_task = {task: [Conduct(**each) for each in attempts] for task, attempts in tree["attempts"].items()}
-        return cls(tree["moment"], by_task)
-
-    def write(self, objects: Objects, key: str) -> None:
-        objects.put(key, json.dumps(asdict(self)).encode())
 
 
 def _measure(
@@ -280,10 +275,6 @@ def suite_digest(run: RunDirectory, suite: EvalConfig) -> str:
     code = [code_of(section) for section in (config.harness, config.machine, *config.rewards) if section is not None]
     text = json.dumps([config.seed, *config.forms, contents, settings, code])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _measured_key(version: Version, digest: str) -> str:
-    return f"gates/measured/{version}-{digest}.json"
 
 
 def _verdict_key(version: Version) -> str:

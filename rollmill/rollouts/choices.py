@@ -10,7 +10,7 @@ from rollmill.environments.sampler import Draw, Sampler, TaskResults
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 
 
 class Choices:

@@ -2,7 +2,7 @@
 
 What each loop waits for, and who unblocks it:
 
-    admit    waits for room under the bounds of trajectories/pace.py            the trainer: it commits a step or
+    admit    waits for room under the bounds of trajectories/staleness.py       the trainer: it commits a step or
                                                                                 closes a group it cannot learn from
     rollout  waits for the gateway (tokens), its machine (tools), its grader    their processes, or a time limit
     group    waits for all of its rollouts                                      the rollouts
@@ -47,7 +47,7 @@ from rollmill.rollouts.rollout import (
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.trajectories.claims import RENEW_S, Claims
 from rollmill.trajectories.ledger import GroupRow, Ledger, NewGroup
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
 

@@ -16,7 +16,7 @@ from rollmill.errors import ObjectExists, TrajectoryError
 from rollmill.machines.machine import Machine, MachineHost, Snapshot
 from rollmill.rollouts.work_diff import take_diff
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.schema import seal_facts
+from rollmill.trajectories.payload import seal_facts
 from rollmill.types import Trajectory
 
 _DIGEST_BYTES = 65  # hexadecimal, and the end of its line

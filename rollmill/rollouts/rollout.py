@@ -58,7 +58,7 @@ from rollmill.rollouts.hand_in import (
     take_hand_in,
 )
 from rollmill.rollouts.rollout_context import RolloutContext
-from rollmill.trajectories.schema import seal_facts
+from rollmill.trajectories.payload import seal_facts
 from rollmill.types import Grade, Sampling
 
 log = logging.getLogger(__name__)

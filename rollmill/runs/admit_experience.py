@@ -26,8 +26,8 @@ from rollmill.training.lineage import Lineage, trace_lineage
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.admission import Experience, Member, Verdict, copied_row, oldest_position, renamed
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory
+from rollmill.trajectories.payload import encode_trajectory
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.table_rows import EVALUATION, TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import PolicyRef, TrajectoryState, Version

@@ -19,8 +19,8 @@ import sqlalchemy as sa
 
 from rollmill.errors import RollmillError
 from rollmill.storage.database import reading, writing
+from rollmill.storage.tables import cycle_moves, cycles
 from rollmill.trajectories.storable import from_json, to_key, to_object, to_text
-from rollmill.trajectories.tables import cycle_moves, cycles
 
 FINAL = ("promoted", "held", "rolled_back")
 TRANSITIONS: Mapping[str, tuple[str, ...]] = {

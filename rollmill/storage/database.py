@@ -30,6 +30,7 @@ from sqlalchemy.types import TypeDecorator
 
 from rollmill.backoff import Backoff
 from rollmill.errors import StorageError
+from rollmill.storage import tables
 
 T = TypeVar("T")
 LOCK_SECONDS = 30  # how long a writer waits for another one
@@ -49,7 +50,11 @@ def open_database(url: str, *, read_only: bool = False) -> sa.Engine:
     With `read_only` the database itself refuses every write, and an older schema is an error.
     """
     engine = _connect(url, read_only)
-    _migrate(engine, read_only)
+    with reading(engine) as connection:
+        found = _find_revision(connection)
+    _refuse_others(engine, found, read_only)
+    if found != newest_revision():
+        writing(engine, _migrate)
     return engine
 
 
@@ -234,49 +239,50 @@ def _open_postgresql(url: sa.URL, *, read_only: bool = False) -> sa.Engine:
         raise StorageError("PostgreSQL needs the psycopg driver", hint="pip install 'rollmill[postgres]'") from None
 
 
-def _migrate(engine: sa.Engine, read_only: bool) -> None:
+def _refuse_others(engine: sa.Engine, found: str | None, read_only: bool) -> None:
+    """StorageError for a database that cannot be read, nor be made to be."""
     oldest, newest = _revisions()[0], newest_revision()
-    with reading(engine) as connection:
-        found = _find_revision(connection)
     if found is not None and found < oldest:
         raise StorageError(
             f"{name_of(engine)} has schema revision {found}; this rollmill reads revisions from {oldest} on",
             hint="it is unchanged: `rollmill trajectories export` of the release that wrote it saves what it holds",
         )
-    if read_only and (found is None or found < newest):
-        raise StorageError(
-            f"{name_of(engine)} has schema revision {found or 'none'}; this rollmill reads revision {newest}",
-            hint="it is opened read-only; `rollmill trajectories list` brings a database to the newest schema",
-        )
-    if found is None or found < newest:
-        writing(engine, _run_revisions)
-    elif found > newest:
+    if found is not None and found > newest:
         raise StorageError(
             f"{name_of(engine)} has schema revision {found}; this rollmill knows revisions up to {newest}",
             hint="a newer rollmill wrote it: use that one",
+        )
+    if read_only and found != newest:
+        raise StorageError(
+            f"{name_of(engine)} has schema revision {found or 'none'}; this rollmill reads revision {newest}",
+            hint="it is opened read-only; `rollmill trajectories list` brings a database to the newest schema",
         )
 
 
 def _find_revision(connection: sa.Connection) -> str | None:
     """The revision of the database; None if it is empty."""
-    tables = set(sa.inspect(connection).get_table_names())
-    if "alembic_version" in tables:
+    names = set(sa.inspect(connection).get_table_names())
+    if "alembic_version" in names:
         return connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
-    return _UNNUMBERED if "trajectories" in tables else None
+    return _UNNUMBERED if "trajectories" in names else None
 
 
-def _run_revisions(connection: sa.Connection) -> None:
-    """Run the revisions that the database does not have yet. One transaction: all of them, or none."""
+def _migrate(connection: sa.Connection) -> None:
+    """Make the tables, or run the revisions that the database does not have yet. One transaction: all, or nothing."""
     from alembic.operations import Operations
     from alembic.runtime.migration import MigrationContext
     from alembic.script import ScriptDirectory
 
     if connection.dialect.name == "postgresql":  # SQLite took its write lock when the transaction began
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-    found = _find_revision(connection)  # again: another process may have run them while this one waited
+    found = _find_revision(connection)  # again: another process may have done it while this one waited
     scripts = ScriptDirectory(_REVISIONS.parent)
     context = MigrationContext.configure(connection)
-    for script in reversed(list(scripts.iterate_revisions("head", found or "base"))):
+    if found is None:
+        tables.metadata.create_all(connection)
+        context.stamp(scripts, newest_revision())
+        return
+    for script in reversed(list(scripts.iterate_revisions("head", found))):
         with Operations.context(context):
             script.module.upgrade()
         context.stamp(scripts, script.revision)

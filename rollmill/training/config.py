@@ -200,7 +200,7 @@ BaselineName = Literal["group_mean", "leave_one_out", "population", "none"]
 
 ALONE = ("population", "none")  # baselines for which a group may be one trajectory
 
-# The settings that only some losses have, at their usual values; training/loss.py says what each does.
+# The settings that only some losses have, at their usual values; training/rl/policy_loss.py says what each does.
 DIALS: Mapping[str, Mapping[str, float | str]] = {
     "policy_gradient": {"weight_cap": 20.0},
     "dppo": {"mask_delta": 0.2, "weight_cap": 20.0, "ratio_penalty": 1e-3},
@@ -233,7 +233,7 @@ class RLConfig(Config):
     loss: LossName = Field(
         "dppo",
         description="The policy loss. It fills in the dials below that it uses and refuses those it does not "
-        "have; rollmill/training/loss.py has the table.",
+        "have; rollmill/training/rl/policy_loss.py has the table.",
     )
     mask_delta: float | None = Field(
         None,

@@ -56,7 +56,8 @@ from rollmill.training.config import FORM, TrainingConfig
 from rollmill.training.lineage import form_before_import, form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory_errors import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
-from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited, learning_rate
+from rollmill.training.optimizers.learning_rate import learning_rate
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited
 from rollmill.training.parallelism import Parallelism
 from rollmill.training.publishing.background import Background
 from rollmill.training.publishing.exporter import Exporter, Exports
@@ -479,9 +480,8 @@ class Trainer(Generic[Batch]):
         checkpoint = self._checkpoints.newest(self.line)
         assert checkpoint is not None, "a line begins with a checkpoint"
         parent = Version(self.line, max(n for step, n in self._published.items() if step <= checkpoint.step))
-        keeps_parent = checkpoint.step < self.step
-        abandoned = [n for n in self._weights.numbers(self.line, self._form) if n > parent.number - (not keeps_parent)]
-        names = [str(Version(self.line, number)) for number in abandoned]
+        first = parent.number + (checkpoint.step < self.step)  # of those that are abandoned
+        names = [str(Version(self.line, n)) for n in self._weights.numbers(self.line, self._form) if n >= first]
         self._load(checkpoint)
         line = self._ranks.from_first(next_line(self._weights, self._family))
         self._take_line(line, parent.number, parent)

@@ -22,10 +22,10 @@ from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig
 from rollmill.training.numerics.next_token import NextTokenPasses
+from rollmill.training.packed_pass import forward_packed, token_logprobs
 from rollmill.training.parallelism import FormExport, Gather, Parallelism, PolicyPass
 from rollmill.training.publishing.device_delta import DeviceDelta, codes_on_device
 from rollmill.training.state import read_tensors, write_whole
-from rollmill.training.step import forward_packed, token_logprobs
 from rollmill.types import Version
 from rollmill.weights.format.tensors import Tensors
 from rollmill.weights.reading.weight_store import WeightStore

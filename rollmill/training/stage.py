@@ -24,7 +24,7 @@ from rollmill.config import NAME, Config, item_name
 from rollmill.kinds import KindSection, Slot
 from rollmill.models.config import ModelConfig
 from rollmill.training.config import TrainingConfig
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 
 if TYPE_CHECKING:
     from rollmill.chat.format import ChatFormat

@@ -9,10 +9,10 @@ A group's deadline follows from its oldest sampled token: that version + max_sta
     the steps up to its deadline are full, or those of another   no room: somebody would get too old
     else                                                         admitted, and ready for the next step
 
-The rule for open groups is that of groups that the dispatcher starts (pace.py). That one gives each group the latest
-deadline of all, so counting is enough. An admitted group may be due at once, so for every deadline d the groups due by
-d must fit into the steps up to d. With that, training/rl/deadlines.py can keep every deadline. A step that has chosen
-its groups and not written them yet chooses again (`Ledger.write_step`): the new group may be due in it.
+The rule for open groups is that of groups that the dispatcher starts (staleness.py). That one gives each group the
+latest deadline of all, so counting is enough. An admitted group may be due at once, so for every deadline d the groups
+due by d must fit into the steps up to d. With that, training/rl/deadlines.py can keep every deadline. A step that has
+chosen its groups and not written them yet chooses again (`Ledger.write_step`): the new group may be due in it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import seal_facts
+from rollmill.trajectories.payload import seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.storable import to_object
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.types import Grade, PolicyRef, Trajectory, TrajectoryState, Version

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollmill.errors import TrajectoryError
+from rollmill.storage.tables import rewards, trajectories
 from rollmill.trajectories.storable import from_json, is_key, to_key, to_number, to_numbers, to_object, to_text
 from rollmill.trajectories.table_rows import TrajectoryRow, missing, rows_of
-from rollmill.trajectories.tables import rewards, trajectories
 from rollmill.types import TRAJECTORY_TRANSITIONS, Grade, TrafficClass, TrajectoryState
 
 _SEALED = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.quarantined)

@@ -23,7 +23,7 @@ import time
 import sqlalchemy as sa
 
 from rollmill.storage.database import now, reading, writing
-from rollmill.trajectories.tables import dispatchers, groups, runs
+from rollmill.storage.tables import dispatchers, groups, runs
 from rollmill.types import GroupState
 
 LEASE_S = 15.0

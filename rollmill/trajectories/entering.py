@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollmill.storage.database import among
+from rollmill.storage.tables import groups, ledger, trajectories
 from rollmill.trajectories.admission import Experience, Room, Verdict
 from rollmill.trajectories.changes import add_rewards, reward_row
 from rollmill.trajectories.storable import to_text
-from rollmill.trajectories.tables import groups, ledger, trajectories
 from rollmill.types import GroupState, LedgerState, TrajectoryState
 
 # a parameter must not have the name of a column: SQLAlchemy would set that column to it

@@ -16,9 +16,9 @@ from sqlalchemy import bindparam
 
 from rollmill.errors import TrajectoryChanged
 from rollmill.storage.database import writing
+from rollmill.storage.tables import gradings, trajectories
 from rollmill.trajectories.changes import add_reward, reward_row
 from rollmill.trajectories.storable import to_json, to_key
-from rollmill.trajectories.tables import gradings, trajectories
 from rollmill.types import Grade, TrajectoryState
 
 _MEMBERS = (

@@ -24,15 +24,15 @@ from sqlalchemy.exc import IntegrityError
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import among, reading, writing
+from rollmill.storage.tables import groups, ledger, runs, trajectories
 from rollmill.trajectories import entering, steps
 from rollmill.trajectories.admission import Experience, Room, Verdict
 from rollmill.trajectories.changes import fail_unless_sealed, trajectory_rows
-from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.results import Result, read_results
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.steps import Commit
 from rollmill.trajectories.storable import from_json, to_key
 from rollmill.trajectories.table_rows import COLUMNS, TrajectoryRow, to_row
-from rollmill.trajectories.tables import groups, ledger, runs, trajectories
 from rollmill.types import (
     GROUP_TRANSITIONS,
     GroupState,

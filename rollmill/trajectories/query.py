@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 import sqlalchemy as sa
 
+from rollmill.storage.tables import trajectories
 from rollmill.trajectories.storable import to_text
-from rollmill.trajectories.tables import trajectories
 
 Cursor = tuple[float, str | None]  # created_at and id of the last one that was seen; without id: all of that moment
 Range = tuple[float | None, float | None]  # lowest and highest, both included; None: no limit

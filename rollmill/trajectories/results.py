@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
-from rollmill.trajectories.tables import groups, ledger, trajectories
+from rollmill.storage.tables import groups, ledger, trajectories
 from rollmill.types import GroupState, TrajectoryState
 
 

@@ -15,9 +15,9 @@ from sqlalchemy import bindparam
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import among
+from rollmill.storage.tables import commits, ledger, rewards, step_trajectories, steps, trajectories
 from rollmill.trajectories.storable import from_json, to_json, to_number, to_text
 from rollmill.trajectories.table_rows import COLUMNS, TrajectoryRow, to_row
-from rollmill.trajectories.tables import commits, ledger, rewards, step_trajectories, steps, trajectories
 from rollmill.types import LEDGER_TRANSITIONS, LedgerState, StepRecord, TrajectoryState, Version
 
 

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import among
+from rollmill.storage.tables import trajectories
 from rollmill.trajectories.storable import from_json, is_key
-from rollmill.trajectories.tables import trajectories
 from rollmill.types import LedgerState, TrafficClass, TrajectoryState
 
 EVALUATION = "/eval-"  # in the key of an evaluation: see evals.run.Examination

@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import among, erase_deleted, reading, writing
 from rollmill.storage.objects import Objects
+from rollmill.storage.tables import feedback, groups, ledger, rewards, trajectories
 from rollmill.trajectories.changes import (
     add_reward,
     fail_unless_sealed,
@@ -24,11 +25,10 @@ from rollmill.trajectories.changes import (
     stored,
     trajectory_rows,
 )
+from rollmill.trajectories.payload import decode_trajectory
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.schema import decode_trajectory
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, from_json, is_key, to_key, to_number, to_object, to_text
 from rollmill.trajectories.table_rows import COLUMNS, FeedbackRow, LedgerEntry, TrajectoryRow, missing, rows_of, to_row
-from rollmill.trajectories.tables import feedback, groups, ledger, rewards, trajectories
 from rollmill.types import Grade, LedgerState, TrafficClass, Trajectory, TrajectoryState
 
 Grades = list[tuple[int, Grade]]  # reward id, reward; oldest first

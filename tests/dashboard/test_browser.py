@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 
-from rollmill.dashboard import live as live_module
+from rollmill.dashboard import overview
 from rollmill.dashboard.run_source import Source
 from rollmill.runs.run import RunDirectory
 from tests.dashboard.browser import browsing
@@ -29,7 +29,7 @@ async def test_the_pages_in_a_browser(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("FRESH_S", "SHARE", "SLOW_S"):
-        monkeypatch.setattr(live_module, name, 0.0)
+        monkeypatch.setattr(overview, name, 0.0)
     client = await visit(Source.of_run(filled.path))
     async with browsing(tmp_path / "profile") as tab:
         papers = []

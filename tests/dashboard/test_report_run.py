@@ -16,8 +16,8 @@ from rollmill.runs.cycle_journal import Journal
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from tests.e2e.test_kill import stores

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from rollmill.dashboard import live as live_module
+from rollmill.dashboard import overview
 from rollmill.dashboard.chapters import chapters
 from rollmill.dashboard.costs import costs_chapter
 from rollmill.dashboard.figures import RunEvents, figures
-from rollmill.dashboard.live import Live
+from rollmill.dashboard.overview import Live
 from rollmill.dashboard.queries import StepCost, read_queue
 from rollmill.dashboard.report import write_report
 from rollmill.dashboard.report_run import loans_of
@@ -29,10 +29,10 @@ from rollmill.runs.lock import exclusive
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database, reading, writing
 from rollmill.storage.objects import Objects
+from rollmill.storage.tables import keys as key_table
 from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.tables import keys as key_table
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from tests.dashboard.conftest import Open
@@ -45,7 +45,7 @@ from tests.weights.build import publish_line
 @pytest.fixture(autouse=True)
 def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FRESH_S", "SHARE", "SLOW_S"):
-        monkeypatch.setattr(live_module, name, 0.0)
+        monkeypatch.setattr(overview, name, 0.0)
 
 
 def emit(run: RunDirectory, kind: str, process: str = "trainer", **fields: object) -> None:

@@ -17,8 +17,8 @@ from rollmill.dashboard.run_source import Source
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
 from rollmill.trajectories.query import Cursor, TrajectoryQuery
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade
 from tests.dashboard.conftest import Open

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from typer.testing import CliRunner
 
 from rollmill.cli.train import run_to_report
@@ -28,9 +27,12 @@ from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
 from rollmill.weights.reading.weight_store import WeightStore
 from tests.e2e.test_kill import start, wait_for
+from tests.later import Later
 from tests.launch.chance import ANY_SIGNAL
 from tests.models.checkpoints import our_logits, their_logits
 from tests.runs.checkpoints import MIDTRAIN_AND_RL, RL, TASKS, make_chat_checkpoint
+
+transformers = Later("transformers")
 
 pytestmark = pytest.mark.slow
 SETTINGS = (

@@ -19,6 +19,7 @@ NAMES = ("rl@1", "rl@2")
 ESTIMATES = GateConfig(alpha=0.5, least_tasks=1)
 ONCE = GateConfig(looks=1, max_quality_loss=0.05)
 SOLVES = Conduct(solved=True, tokens=100, seconds=2.0, calls=4, malformed=0, asked=False, engine_seconds=0.4)
+FAILS = replace(SOLVES, solved=False)
 
 
 def attempts(
@@ -142,7 +143,7 @@ def test_few_tasks_never_promote(tasks: int) -> None:
 def test_small_losses_do_not_add_up() -> None:
     """Ten candidates in a row solve each 2 points less. Against live alone nearly all would pass."""
     config, rates = GateConfig(alpha=0.5, max_quality_loss=0.05), [0.7 - 0.02 * step for step in range(11)]
-    made = [{f"t{task}": [replace(SOLVES, solved=task < 1000 * rate)] for task in range(1000)} for rate in rates]
+    made = [{f"t{task}": [SOLVES if task < 1000 * rate else FAILS] for task in range(1000)} for rate in rates]
     live = 0
     for number in range(1, 11):
         yardstick = None if live == 0 else ("rl@0", made[0])
@@ -164,10 +165,7 @@ def test_an_equal_candidate_passes_a_suite_that_can_see_the_bound_and_a_worse_on
         for _ in range(60):
             easy_T = random.uniform(0.05, 1.0, 512)
             live, candidate = (
-                {
-                    f"t{t}": [replace(SOLVES, solved=bool(random.random() < p)) for _ in range(4)]
-                    for t, p in enumerate(p_T)
-                }
+                {f"t{t}": [SOLVES if random.random() < p else FAILS for _ in range(4)] for t, p in enumerate(p_T)}
                 for p_T in (easy_T, easy_T - loss)
             )
             verdict = judge(live, candidate, ONCE.model_copy(update={"max_more_tokens": 1.0}), NAMES)

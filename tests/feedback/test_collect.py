@@ -14,7 +14,7 @@ from rollmill.feedback.collect import LATE_S, PRODUCTION, Conversations
 from rollmill.feedback.distil import Conversation
 from rollmill.storage.database import open_database, reading, writing
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.tables import feedback, trajectories
+from rollmill.storage.tables import feedback, trajectories
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 

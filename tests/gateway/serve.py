@@ -1,13 +1,9 @@
-"""A gateway process for the crash tests: python -m tests.gateway.serve DIRECTORY PORT ENGINE_URL [WORKERS [PORT…]]
-
-PORT…: the ports of all gateways of the run, this one among them.
-"""
+"""A gateway as a process of its own, for the tests that kill it."""
 
 from __future__ import annotations
 
 import functools
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +35,7 @@ class GatewayServer(TestServer):
 
 
 def main(directory: Path, port: int, engine: str, count: int = 1, *ports: int) -> None:
+    """`ports`: those of all gateways of the run, if there are several."""
     tokenizer = Tokenizer.load(directory / "tokenizer.json")
     finders = [functools.partial(str.format, "http://127.0.0.1:{}", each) for each in ports]
     gateways = Gateways(ports.index(port), finders, ADMIN) if ports else None
@@ -67,7 +64,3 @@ def main(directory: Path, port: int, engine: str, count: int = 1, *ports: int) -
         return
     with socket.create_server(("127.0.0.1", port)) as listening:
         run_workers(build, listening, log, count, gateways=gateways)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import pytest
 
 from rollmill.chat.format import assistant_message
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import LIVE, USER, Answers, Door, Mill
 from tests.gateway.stand_in import StandIn
+from tests.later import Later
+
+anthropic = Later("anthropic")
 
 FUNCTIONS: list[Any] = [tool["function"] for tool in TOOLS]
 TOOL_LIST: list[Any] = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]

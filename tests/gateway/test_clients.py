@@ -8,8 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
@@ -19,6 +17,10 @@ from tests.gateway.conftest import LIVE, QUICK, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_agents import Stage
 from tests.gateway.test_reasoning import ThinkingFormat
+from tests.later import Later
+
+anthropic = Later("anthropic")
+openai = Later("openai")
 
 BASH = {"type": "function", "name": "bash", "parameters": {"type": "object", "properties": {}}}
 Body = dict[str, Any]

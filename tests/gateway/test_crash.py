@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +17,22 @@ from rollmill.gateway.recording.sealing import payload_key
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from tests.chat.conftest import TOOLS
+from tests.gateway import serve
 from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+from tests.processes import SERVER, free_port
 
 
 class Process:
     def __init__(self, mill: Mill, engine: str, workers: int = 1, port: int = 0, ports: Sequence[int] = ()) -> None:
         """`ports`: those of all gateways, if there are several."""
         self.port = port or free_port()
-        settings = [mill.directory, self.port, engine, workers, *ports]
-        self._arguments = [sys.executable, "-m", "tests.gateway.serve", *map(str, settings)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._settings = mill.directory, self.port, engine, workers, *ports
+        self._process: BaseProcess | None = None
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._arguments)
+        self._process = SERVER.Process(target=serve.main, args=self._settings)
+        self._process.start()
 
     @property
     def workers(self) -> list[int]:
@@ -50,12 +44,13 @@ class Process:
     def stop(self) -> None:
         assert self._process is not None
         self._process.terminate()
-        assert self._process.wait() == 0
+        self._process.join()
+        assert self._process.exitcode == 0
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.join()
 
 
 @contextlib.asynccontextmanager

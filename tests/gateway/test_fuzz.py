@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import schemathesis
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,6 +19,9 @@ from tests.gateway.conftest import QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.serve import ADMIN, LIVE
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_openai_engine import Server, backend
+from tests.later import Later
+
+schemathesis = Later("schemathesis")
 
 FEW = settings(
     max_examples=8,

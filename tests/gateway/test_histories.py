@@ -40,7 +40,7 @@ from rollmill.gateway.sessions.flights import Asked, Flight
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
 from rollmill.gateway.wire.answer import Answer
-from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
+from rollmill.trajectories.payload import decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Span, Trajectory
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import USER, Door, Mill

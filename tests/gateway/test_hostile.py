@@ -26,7 +26,7 @@ from rollmill.gateway.wire.dialect import Limits
 from rollmill.gateway.wire.dialects.openai_chat import OpenAIChat
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
+from rollmill.trajectories.payload import decode_trajectory, encode_trajectory
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import PolicyRef, Span
 from tests.chat.conftest import TOOLS, tokenizer  # noqa: F401

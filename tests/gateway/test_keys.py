@@ -15,7 +15,7 @@ from rollmill.errors import ConfigError, GatewayError, StorageError
 from rollmill.gateway.access.keys import Key, KeyRing, KeyStore
 from rollmill.gateway.access.limits import KeyLimits
 from rollmill.storage.database import open_database
-from rollmill.trajectories.tables import keys
+from rollmill.storage.tables import keys
 from tests.cli.conftest import Told, rollmill  # noqa: F401
 from tests.gateway.conftest import QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.serve import ADMIN, LIVE

@@ -12,7 +12,7 @@ import pytest
 
 from rollmill.gateway.recording.sealing import payload_key
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.schema import decode_trajectory
+from rollmill.trajectories.payload import decode_trajectory
 from tests.gateway.seal_large import LAYERS, TOP_K, TURN
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from rollmill.chat.format import assistant_message
@@ -22,6 +21,9 @@ from tests.gateway.conftest import LIVE, Answers, Mill
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_openai_sdk import client
 from tests.gateway.test_privacy import written
+from tests.later import Later
+
+openai = Later("openai")
 
 FUNCTIONS: list[Any] = [tool["function"] for tool in TOOLS]
 ASK: dict[str, Any] = {"model": "rollmill", "tools": [{"type": "function", **each} for each in FUNCTIONS]}

@@ -6,15 +6,16 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-import openai
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from rollmill.chat.format import assistant_message
 from tests.chat.conftest import TOOLS
 from tests.gateway import conftest
 from tests.gateway.conftest import Answers, Door, Mill
 from tests.gateway.stand_in import StandIn
+from tests.later import Later
+
+openai = Later("openai")
 
 USER: Any = conftest.USER
 ASK: dict[str, Any] = {"model": "rollmill", "tools": TOOLS}
@@ -49,7 +50,7 @@ async def test_a_conversation_with_parallel_tool_calls_is_one_segment(
 async def _ask(sdk: openai.AsyncOpenAI, stream: bool, messages: list[Any], **more: Any) -> Any:
     if not stream:
         return await sdk.chat.completions.create(**ASK, messages=messages, **more)
-    state = ChatCompletionStreamState()
+    state = Later("openai.lib.streaming.chat").ChatCompletionStreamState()
     usage: Any = {"include_usage": True}
     async for piece in await sdk.chat.completions.create(
         **ASK, messages=messages, stream=True, stream_options=usage, **more

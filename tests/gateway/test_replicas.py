@@ -20,7 +20,8 @@ from rollmill.trajectories.trajectory_store import TrajectoryStore
 from tests.gateway.conftest import USER, Answers, Door, Mill
 from tests.gateway.serve import ADMIN, LIVE
 from tests.gateway.stand_in import StandIn
-from tests.gateway.test_crash import Process, free_port, up
+from tests.gateway.test_crash import Process, up
+from tests.processes import free_port
 
 COUNT = 2
 

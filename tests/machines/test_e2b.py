@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -12,10 +13,14 @@ from aiohttp import ClientSession, web
 from rollmill.machines.remote import rpc
 from rollmill.machines.remote.app import make_app
 from rollmill.machines.remote.service import Service
+from tests.later import Later
 from tests.machines.conftest import start_host
 
-e2b = pytest.importorskip("e2b")
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+e2b = Later("e2b")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(importlib.util.find_spec("e2b") is None, reason="the package e2b is not installed"),
+]
 KEY = "a-key-of-the-service"
 
 

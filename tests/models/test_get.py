@@ -12,17 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.errors import RollmillError, WeightsError
 from rollmill.models.get import get_model
 from rollmill.models.huggingface.convert import open_checkpoint
+from tests.later import Later
 from tests.models.checkpoints import load_checkpoint, make_checkpoint, our_logits, their_logits, tokens_of
+
+gguf = Later("gguf")
+transformers = Later("transformers")
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "It's 1234 and more words, more words"] * 4
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

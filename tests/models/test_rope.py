@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from rollmill.models.config import YarnRope
 from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.models.huggingface.convert import parameter_counts
 from rollmill.models.rope import _frequencies
+from tests.later import Later
+
+transformers = Later("transformers")
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import WeightsError
 from rollmill.models.get import PACKAGES, get_model
+from tests.later import Later
 from tests.models.checkpoints import load_checkpoint, our_logits, their_logits
+
+transformers = Later("transformers")
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.models.upcycle import Upcycle, upcycle
+from tests.later import Later
 from tests.models.checkpoints import load_checkpoint, make_checkpoint, our_logits, their_logits, tokens_of
+
+transformers = Later("transformers")
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])

@@ -22,7 +22,7 @@ from rollmill.runs.cycle_journal import Cycle
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database, writing
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.tables import trajectories
+from rollmill.storage.tables import trajectories
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels

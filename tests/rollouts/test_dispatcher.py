@@ -30,7 +30,7 @@ from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Grade, GroupState, LedgerState, StepRecord, TrajectoryState, Version
 from tests.rollouts.world import (
     ADMIN,

@@ -17,7 +17,7 @@ from rollmill.rollouts.rollout import rollout_seed
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.storage.database import open_database
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState

@@ -14,7 +14,7 @@ from rollmill.rollouts.dispatcher import _keep
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.storage.database import open_database
 from rollmill.trajectories.claims import Claims
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Grade
 from tests.rollouts.test_dispatcher import make_dispatcher, train_one_step
 from tests.rollouts.world import ADMIN, RUN, World

@@ -22,8 +22,8 @@ from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
 from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, LedgerState, PolicyRef, TrafficClass, Version
 from rollmill.weights.reading.weight_store import WeightStore

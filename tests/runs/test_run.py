@@ -16,7 +16,7 @@ from rollmill.runs.saved import FORMAT
 from rollmill.storage.database import open_database
 from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from tests.runs.conftest import make_config
 from tests.trajectories.build import start_group
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from rollmill import telemetry
 from rollmill.errors import ConfigError
@@ -20,6 +19,7 @@ from rollmill.runs.preflight import check_parts
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.sink import Sink, scalars_of
 from tests.cli.test_init import shell, shortened
+from tests.later import Later
 from tests.runs.conftest import make_config
 from tests.test_repo import ROOT
 
@@ -63,7 +63,7 @@ def read_figures(path: Path) -> list[tuple[str, int, float, float]]:
     data, found = path.read_bytes(), []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        event = Event.FromString(data[12 : 12 + length])
+        event = Later("tensorboardX.proto.event_pb2").Event.FromString(data[12 : 12 + length])
         found += [(each.tag, event.step, each.simple_value, event.wall_time) for each in event.summary.value]
         data = data[16 + length :]
     return found

@@ -1,5 +1,5 @@
-"""The database layer on SQLite and on PostgreSQL: transactions, and errors with a hint. Migrations:
-tests/trajectories/test_migrations.py."""
+"""The database layer on SQLite and on PostgreSQL: transactions, and errors with a hint. Its schema:
+tests/storage/test_migrations.py."""
 
 from __future__ import annotations
 

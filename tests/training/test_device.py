@@ -23,7 +23,7 @@ from rollmill.training.loop import Trainer
 from rollmill.training.numerics.graphs import GraphedPasses
 from rollmill.training.numerics.router_replay import RouterMeasures
 from rollmill.training.pretraining.document_objective import MidtrainObjective
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Version
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.streams import generated

@@ -14,7 +14,7 @@ import torch
 from rollmill import telemetry
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import to_host
-from rollmill.training.optimizers.master_optimizer import learning_rate
+from rollmill.training.optimizers.learning_rate import learning_rate
 from rollmill.types import LedgerState, Version
 from rollmill.weights.writing.publisher import Publisher
 from tests.processes import SERVER

@@ -19,7 +19,7 @@ from rollmill.training.rl.rl_objective import RolloutBatch
 from rollmill.training.rl.selection import trainable_sequences
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Grade, LedgerState, Sampling, Segment, StepRecord, Version
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy

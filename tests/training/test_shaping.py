@@ -15,8 +15,8 @@ from rollmill.models.shaping import Shape, pack_bits, unpack_bits
 from rollmill.training.batching import TRUNCATED, MicroBatch, TokenRule, check_fits, pack, segment_sequence
 from rollmill.training.lineage import Lineage
 from rollmill.training.numerics.router_replay import replay_of
+from rollmill.training.packed_pass import token_logprobs
 from rollmill.training.single import SINGLE
-from rollmill.training.step import token_logprobs
 from rollmill.trajectories.allowed_tokens import encode_kept, join_kept
 from rollmill.types import Sampling, Segment, Span
 from tests.inference.world import TINY, Whole, engine_at, generate, make_model, make_update, request
@@ -97,7 +97,7 @@ async def test_the_trainer_finds_the_log_probs_of_shaped_distributions() -> None
 
 def test_gradients_are_those_of_the_masked_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against plain autograd over a dense mask, for log-probs and entropies, in several chunks."""
-    monkeypatch.setattr("rollmill.training.step.PIECE_ELEMENTS", TINY.vocab_size * 8 * 3)
+    monkeypatch.setattr("rollmill.training.packed_pass.PIECE_ELEMENTS", TINY.vocab_size * 8 * 3)
     generator = torch.Generator().manual_seed(0)
     model, count, size = make_model(make_update(1)), 10, TINY.vocab_size
     hidden_MW = torch.randn(count, TINY.width, generator=generator, requires_grad=True)

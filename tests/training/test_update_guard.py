@@ -15,7 +15,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.config import OptimizerConfig, RLConfig, lr_by_size
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from rollmill.training.update_guard import Move, TokenSample, measure_move
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Version
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment
 

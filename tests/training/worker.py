@@ -40,6 +40,13 @@ def die_after(effect: str) -> None:
     setattr(owner, method, wrapped)
 
 
+def report_waiting(file: Path) -> None:
+    """A SIGTERM before the trainer handles it would only end the process."""
+    while signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
+        time.sleep(0.01)
+    file.touch()
+
+
 def commit_late() -> None:
     """To be called behind `die_after`: who dies after the record of a step dies before the commit."""
     commit, record, recording = Ledger.commit_step, Ledger.write_step, threading.Lock()
@@ -76,5 +83,5 @@ def run_trainer(
     trainer = world.trainer(parent=parent)
     if effect == "wait":
         trainer.run(STEPS)
-        (directory / "waiting").touch()
+        threading.Thread(target=report_waiting, args=(directory / "waiting",), daemon=True).start()
     trainer.run(STEPS + 1 if effect == "wait" else STEPS)

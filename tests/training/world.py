@@ -17,11 +17,11 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.loop import Trainer
-from rollmill.training.loss import target_logprobs
+from rollmill.training.packed_pass import target_logprobs
 from rollmill.training.rl.rl_objective import RLObjective
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory
+from rollmill.trajectories.payload import encode_trajectory
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, PolicyRef, Sampling, Segment, Span, Trajectory, Version
 from rollmill.weights.reading.weight_store import WeightStore

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmill.trajectories.allowed_tokens import join_kept
 from rollmill.trajectories.ledger import Ledger, NewGroup
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Cause, PolicyRef, Sampling, Segment, Span, Trajectory
 
 POLICIES = [PolicyRef("rl", 3, "bf16", "a" * 64), PolicyRef("rl", 4, "bf16", "b" * 64)]

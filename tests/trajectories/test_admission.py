@@ -12,14 +12,14 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.errors import TrajectoryChanged
+from rollmill.storage import tables
 from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
 from rollmill.training.rl.deadlines import Candidate, choose_groups
-from rollmill.trajectories import tables
 from rollmill.trajectories.admission import Experience, Member, Room, copied_row, oldest_position, renamed
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, GroupState, LedgerState, PolicyRef, Version
 from tests.trajectories import build

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from rollmill.errors import TrajectoryError
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger, NewGroup
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade
 from tests.trajectories.build import start_group

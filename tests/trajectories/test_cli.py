@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, Sampling, Span
 from tests.trajectories import build
@@ -257,12 +255,3 @@ def test_mistakes(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir("/")
     with pytest.raises(ConfigError, match="no run under runs/"):
         call("list")
-
-
-def test_the_module_imports_nothing_heavy() -> None:
-    script = (
-        "import sys, rollmill.cli.experience.trajectory_commands\n"
-        "print([name for name in ('torch', 'numba', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

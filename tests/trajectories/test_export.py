@@ -25,7 +25,7 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.pretraining.source import SourceContext
 from rollmill.training.pretraining.sources.conversations import Conversations, ConversationSettings
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, TrafficClass
 from tests.trajectories import build

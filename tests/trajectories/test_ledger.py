@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from rollmill.errors import TrajectoryChanged, TrajectoryError
+from rollmill.storage import tables
 from rollmill.storage.database import reading, writing
-from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, GroupState, LedgerState, StepRecord, Version
 from tests.trajectories.build import start_group

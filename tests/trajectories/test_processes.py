@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from rollmill.storage import tables
 from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
-from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, LedgerState, StepRecord, Version
 from tests.processes import SERVER

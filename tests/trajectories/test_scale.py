@@ -21,7 +21,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.changes import trajectory_rows
 from rollmill.trajectories.ledger import Ledger, NewGroup, UntakenGroups
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, LedgerState, StepRecord, Version
 from tests.rollouts.world import make_task

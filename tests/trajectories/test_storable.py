@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rollmill.errors import TrajectoryError
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
+from rollmill.trajectories.payload import decode_trajectory, encode_trajectory
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.storable import DEEPEST_JSON, LONGEST_JSON
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, LedgerState, StepRecord

@@ -15,8 +15,8 @@ from rollmill.errors import ObjectMissing, TrajectoryError
 from rollmill.storage.database import erase_deleted, open_database, reading
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import TRAJECTORY_TRANSITIONS, Grade, StepRecord, TrajectoryState, Version
 from tests.trajectories import build

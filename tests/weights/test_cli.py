@@ -442,9 +442,3 @@ def test_piped_output_is_not_cut_to_a_screen_width(run: Path) -> None:
 def test_a_store_without_a_version_says_so(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     assert [shown(command, tmp_path) for command in ("log", "verify", "gc")] == ["no version yet\n"] * 3
-
-
-def test_the_commands_are_light_until_they_are_called() -> None:
-    heavy = "numpy", "pydantic", "rich", "obstore", "torch"
-    program = f"import sys, rollmill.cli.weights; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import platform
@@ -11,16 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.errors import ConfigError, TaskError
-from rollmill.machines.finish_image import build_verified, build_with_services
-from rollmill.machines.images.build import build_image, check_python, list_images, remove_image
-from rollmill.machines.images.image import fetch_image, images_directory, push_image
-from rollmill.machines.images.services import read_services
-from rollmill.rollouts.agent_endpoint import Endpoint
-from rollmill.rollouts.autoinstall import install_repository
 
 app = typer.Typer()
 
@@ -91,6 +82,8 @@ def build(
     machines see the commit and its history: no later commit, branch, tag, remote or reflog. Of an OCI image only files
     are taken: machines run the programs and the Python of this host, so packages are installed for that version.
     """
+    from rollmill.machines.images.build import check_python
+
     if all(each is None for each in (directory, requirements, repository, oci, services, suite, dockerfile)):
         raise ConfigError(
             "no source for the image was given",
@@ -109,6 +102,11 @@ def build(
 
 
 def _build(name: str, sources: dict[str, Any], services: Path | None, verify: list[str] | None, kind: str) -> None:
+    from rollmill.machines.finish_image import build_verified, build_with_services
+    from rollmill.machines.images.build import build_image
+    from rollmill.machines.images.image import images_directory
+    from rollmill.machines.images.services import read_services
+
     make: Callable[[str], Any] = functools.partial(build_image, **sources)
     if services is not None:
         make = functools.partial(build_with_services, services=read_services(services), make=make)
@@ -150,6 +148,12 @@ def autoinstall(
     the --verify commands must pass in both; otherwise it tries again and reads why. The image keeps the work directory
     after the recipe. recipe.json and transcript.json are beside its record, below the directory of the images.
     """
+    import asyncio
+
+    from rollmill.machines.images.image import images_directory
+    from rollmill.rollouts.agent_endpoint import Endpoint
+    from rollmill.rollouts.autoinstall import install_repository
+
     endpoint = Endpoint(model, os.environ.get(key_env, ""), model_name)
     chosen = name or repository.resolve().name
     done = asyncio.run(
@@ -171,6 +175,8 @@ def push(name: Name, store: Store) -> None:
     Layers that the store has are not written again. Machines fetch an image when they first need it if `image_store`
     of [machine] names the store.
     """
+    from rollmill.machines.images.image import push_image
+
     typer.echo(f"{name}: {len(push_image(name, store))} layers written to {store}")
 
 
@@ -190,6 +196,8 @@ def pull(
 
     Every layer is checked against its digest. An image with an operating system of its own needs --trust, on each host.
     """
+    from rollmill.machines.images.image import fetch_image
+
     record = fetch_image(name, store, trust=trust)
     if record is None:
         raise TaskError(f"{store} has no image {name!r}", hint="`rollmill images push` writes one")
@@ -206,6 +214,12 @@ def list_all() -> None:
 
     The last column is the distance that `rollmill machines fidelity` measured.
     """
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.machines.images.build import list_images
+    from rollmill.machines.images.image import images_directory
+
     images = list_images()
     if not images:
         typer.echo(f"no image in {images_directory()} ($ROLLMILL_IMAGES); `rollmill images build` makes one")
@@ -231,6 +245,8 @@ def remove(name: Name) -> None:
 
         rollmill images rm mini
     """
+    from rollmill.machines.images.build import remove_image
+
     typer.echo(f"removed {name}, {_size(remove_image(name))} freed")
 
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from aiohttp import web
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.cli.doctor import probe_machines
-from rollmill.cli.environments import machine_shell
-from rollmill.config import validate_config
 from rollmill.errors import ConfigError
-from rollmill.kinds import build
-from rollmill.machines import fidelity as measure
-from rollmill.machines.fidelity import look
-from rollmill.machines.images.build import keep_fidelity
-from rollmill.machines.machine import MachineSection
 from rollmill.machines.namespace.emulation import other
-from rollmill.machines.probe import try_emulation
 from rollmill.machines.qemu.setup import set_up
-from rollmill.machines.remote.app import make_app, serve_outwards
-from rollmill.machines.remote.service import Service
 from rollmill.runs.free_ports import held_port
-from rollmill.tls import server_context
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 app = typer.Typer()
 
@@ -63,6 +51,13 @@ def doctor() -> None:
 
     The exit code is 1 if no kind works.
     """
+    import asyncio
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.machines.probe import try_emulation
+
     table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore")
     reasons = []  # below the table: a sentence is hard to read in a narrow column
     tried = probe_machines()
@@ -110,14 +105,23 @@ def fidelity(
     notice an artificial environment behave differently in it. The score is kept with a built image. The default
     reference is written by hand; `python probe.py > laptop.json` records one.
     """
+    import asyncio
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.cli.environments.machine_shell import machine_of
+    from rollmill.machines import fidelity as measure
+    from rollmill.machines.images.build import keep_fidelity
+
     if print_probe:
         print(measure.probe_source(), end="")
         return
     expected = None if reference is None else measure.read_reference(reference)
 
     async def probed() -> dict[str, dict[str, bool | str]]:
-        async with machine_shell.machine_of(image, kind) as machine:
-            return await look(machine)
+        async with machine_of(image, kind) as machine:
+            return await measure.look(machine)
 
     looked = asyncio.run(probed())
     found = measure.compare(looked, expected or measure.ordinary(looked))
@@ -152,6 +156,10 @@ def shell(
     The machine of an episode is made as graders get it: the files of the task, and what the episode handed in over
     them. The machine ends with the shell, and nothing of it is kept.
     """
+    import asyncio
+
+    from rollmill.cli.environments import machine_shell
+
     if (run is None) != (episode is None):
         raise ConfigError("--run and --episode go together", hint="`rollmill trajectories list RUN` shows ids")
     if command is None and not sys.stdin.isatty():
@@ -198,6 +206,17 @@ def serve(
     E2B_SANDBOX_URL set to the URL, and E2B_API_KEY set to the key. Images are those of this host. A host
     that cannot be reached connects outwards with --connect to the URL of a run that has `listen` in [machine].
     """
+    import asyncio
+
+    from aiohttp import web
+
+    from rollmill.config import validate_config
+    from rollmill.kinds import build
+    from rollmill.machines.machine import MachineSection
+    from rollmill.machines.remote.app import make_app, serve_outwards
+    from rollmill.machines.remote.service import Service
+    from rollmill.tls import server_context
+
     key = os.environ.get("ROLLMILL_MACHINES_KEY", "")
     if len(key) < 16:
         raise ConfigError(

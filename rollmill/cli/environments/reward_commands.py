@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from rollmill.config import load_config
-from rollmill.environments.environment import build_grader, build_tasks
-from rollmill.environments.part_sections import RewardSection, RewardsFile
-from rollmill.environments.rewards.judge import Bias, Judge, measure_bias
 from rollmill.errors import ConfigError
-from rollmill.kinds import build
-from rollmill.rollouts.hand_in import graded_episode, load_hand_in
-from rollmill.rollouts.regrade import Regraded, Regrading
-from rollmill.runs.opening import open_with_index
-from rollmill.runs.run import RunDirectory
-from rollmill.trajectories.gradings import begin_grading
-from rollmill.trajectories.query import TrajectoryQuery
+
+if TYPE_CHECKING:
+    from rollmill.environments.part_sections import RewardSection
+    from rollmill.environments.rewards.judge import Bias
+    from rollmill.rollouts.regrade import Regraded
+    from rollmill.runs.run import RunDirectory
+    from rollmill.trajectories.query import TrajectoryQuery
 
 app = typer.Typer()
 
@@ -54,6 +46,11 @@ def replay(
         rollmill rewards replay runs/demo --dry-run
         rollmill rewards replay runs/demo --rewards stricter.toml --task fix/
     """
+    import asyncio
+
+    from rollmill.runs.opening import open_with_index
+    from rollmill.trajectories.query import TrajectoryQuery
+
     run = open_with_index(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
     query = TrajectoryQuery(None, "graded", group, split, task_prefix=task, of_run=run.id, limit=limit)
@@ -79,6 +76,13 @@ def bias(
 
         rollmill rewards bias runs/demo --rewards judge.toml --count 50
     """
+    import asyncio
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.runs.opening import open_with_index
+
     run = open_with_index(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
     table = Table("judge", "shown", "change of the value", "error", "")
@@ -91,6 +95,12 @@ def bias(
 async def _measure(
     run: RunDirectory, sections: tuple[RewardSection, ...], count: int, filler: int
 ) -> list[tuple[str, list[Bias]]]:
+    from rollmill.environments.environment import build_tasks
+    from rollmill.environments.rewards.judge import Judge, measure_bias
+    from rollmill.kinds import build
+    from rollmill.rollouts.hand_in import graded_episode, load_hand_in
+    from rollmill.trajectories.query import TrajectoryQuery
+
     judges = [each for each in map(build, sections) if isinstance(each, Judge)]
     objects, store = run.objects(), run.trajectories()
     rows = [
@@ -110,6 +120,9 @@ async def _measure(
 
 
 def _read_rewards(path: Path) -> tuple[RewardSection, ...]:
+    from rollmill.config import load_config
+    from rollmill.environments.part_sections import RewardsFile
+
     return load_config(RewardsFile, path).rewards
 
 
@@ -117,6 +130,13 @@ async def _replay(
     run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool, changed_tasks: bool
 ) -> tuple[int | None, list[Regraded]]:
     """The number of the new grading, and its groups."""
+    from rich.progress import Progress
+
+    from rollmill.environments.environment import build_grader, build_tasks
+    from rollmill.kinds import build
+    from rollmill.rollouts.regrade import Regrading
+    from rollmill.trajectories.gradings import begin_grading
+
     engine, objects, store = run.database(), run.objects(), run.trajectories()
     tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
     groups = list(dict.fromkeys((row.run, row.group_id) for row in store.find(query)))
@@ -134,6 +154,9 @@ async def _replay(
 
 
 def _print(graded: list[Regraded], number: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(highlight=False, markup=False)
     pairs = [pair for each in graded if not each.problem for pair in zip(each.old, each.new, strict=True)]
     if not graded:

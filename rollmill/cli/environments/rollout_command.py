@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from rollmill.cli.environment_settings import Settings, read_settings
-from rollmill.cli.experience.transcripts import print_grades, print_messages, safe
-from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.environments.task import Task
 from rollmill.errors import ConfigError
-from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy, Played, play
-from rollmill.types import Sampling
+
+if TYPE_CHECKING:
+    from rollmill.cli.environment_settings import Settings
+    from rollmill.rollouts.agent_endpoint import Endpoint, Played
 
 ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="URL", help="an OpenAI-compatible endpoint, up to and with /v1")
@@ -47,6 +44,11 @@ def rollout(
 
         rollmill rollout run.toml --model http://127.0.0.1:8000/v1 --task fix/add-8/17
     """
+    import asyncio
+
+    from rollmill.cli.environment_settings import read_settings
+    from rollmill.rollouts.agent_endpoint import Endpoint
+
     settings = read_settings(source)
     if model is None:
         raise ConfigError("--model is missing", hint="--model URL; `rollmill serve RUN` prints the URL of a run")
@@ -57,6 +59,10 @@ def rollout(
 
 
 async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, temperature: float) -> Played:
+    from rollmill.environments.environment import build_tasks, open_environment
+    from rollmill.rollouts.agent_endpoint import EndpointProxy, play
+    from rollmill.types import Sampling
+
     tasks = build_tasks(config)
     task: Task = next(tasks.train(config.seed)) if task_id is None else tasks.get(task_id)
     sampling = Sampling(temperature=temperature, max_tokens=config.rollouts.max_answer_tokens)
@@ -67,6 +73,10 @@ async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, tempe
 
 
 def _print(played: Played, longest: float, answer_tokens: int) -> None:
+    from rich.console import Console
+
+    from rollmill.cli.experience.transcripts import print_grades, print_messages, safe
+
     console = Console(highlight=False)
     episode = played.episode
     console.print(safe(f"task {episode.task.id}", "bold"))

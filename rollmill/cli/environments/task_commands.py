@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from rollmill.cli.environment_settings import Settings, read_settings
-from rollmill.environments.environment import build_grader
-from rollmill.environments.reward import Reward
 from rollmill.environments.task import Task, TaskSet
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import ConfigError
-from rollmill.kinds import build
-from rollmill.rollouts.check_task import TaskCheck, check_task
+
+if TYPE_CHECKING:
+    from rollmill.cli.environment_settings import Settings
+    from rollmill.environments.reward import Reward
+    from rollmill.rollouts.check_task import TaskCheck
 
 app = typer.Typer()
 
@@ -47,6 +43,9 @@ def list_tasks(
 
         rollmill tasks list run.toml --split heldout
     """
+    from rich.console import Console
+    from rich.table import Table
+
     _, tasks = _open(source)
     table = Table("id", "split", "family", "tags")
     for task in _every(tasks, split, count):
@@ -107,6 +106,8 @@ def check_tasks(
         rollmill tasks check run.toml
         rollmill tasks check run.toml --task greet --repeat 5
     """
+    import asyncio
+
     config, tasks = _open(source, quiet=True)
     chosen = [tasks.get(task_id)] if task_id is not None else list(_every(tasks, split, count))
     width = max((len(task.id) for task in chosen), default=4)
@@ -140,6 +141,15 @@ def check_tasks(
 
 
 async def _check(config: Settings, tasks: list[Task], repeat: int, show: Callable[[TaskCheck], None]) -> None:
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from rollmill.environments.environment import build_grader
+    from rollmill.kinds import build
+    from rollmill.rollouts.check_task import check_task
+
     grader = build_grader(config.rewards)
     machines, slots = build(config.machine), asyncio.Semaphore(_AT_ONCE)
     with Progress(transient=True, console=Console(stderr=True)) as progress:
@@ -177,6 +187,8 @@ def _weak_tasks(checks: list[TaskCheck]) -> list[str]:
 
 def _weaknesses(config: Settings) -> list[str]:
     """What each reward cannot protect, as it says itself."""
+    from rollmill.kinds import build
+
     rewards: list[Reward] = [build(section) for section in config.rewards]
     unsaid = "it does not say (`cannot_protect`)"
     return [f"reward {each.name} cannot protect: {each.cannot_protect or unsaid}" for each in rewards]
@@ -184,6 +196,9 @@ def _weaknesses(config: Settings) -> list[str]:
 
 def _open(source: Path, *, quiet: bool = False) -> tuple[Settings, TaskSet]:
     """With `quiet`, the caller shows the problems of the tasks, so that they are not logged."""
+    from rollmill.cli.environment_settings import read_settings
+    from rollmill.kinds import build
+
     config = read_settings(source)
     if config.tasks is None:
         raise ConfigError(f"{source} has no [tasks]", hint="`rollmill config tasks` explains the section")

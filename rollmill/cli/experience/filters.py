@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollmill.errors import ConfigError
-from rollmill.trajectories.query import ORDERS, Order, Range, TrajectoryQuery
-from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import TrajectoryState
+
+if TYPE_CHECKING:
+    from rollmill.trajectories.query import Order, Range, TrajectoryQuery
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
 _RANGE = "NUMBER, LOW..HIGH, LOW.. or ..HIGH"
 
@@ -35,6 +36,8 @@ def query_of(
     limit: int | None,
 ) -> TrajectoryQuery:
     """The query that the options describe."""
+    from rollmill.trajectories.query import TrajectoryQuery
+
     line, _, number = version.rpartition("@") if version is not None else ("", "", None)
     return TrajectoryQuery(
         state=state,
@@ -58,6 +61,8 @@ def check_split(store: TrajectoryStore, split: str | None) -> None:
 
 def one_state(state: str | None, failed: bool) -> str | None:
     """The state that --state and --failed ask for together. Raises ConfigError if it does not exist."""
+    from rollmill.types import TrajectoryState
+
     if state is not None and state not in set(TrajectoryState):
         raise ConfigError(f"there is no state {state!r}", hint=f"one of {', '.join(TrajectoryState)}")
     if failed and state not in (None, "failed"):
@@ -66,6 +71,8 @@ def one_state(state: str | None, failed: bool) -> str | None:
 
 
 def _parse_order(text: str) -> Order:
+    from rollmill.trajectories.query import ORDERS
+
     if text not in ORDERS:
         raise ConfigError(f"--sort {text!r} is unknown", hint=f"one of {', '.join(ORDERS)}")
     return text  # type: ignore[return-value]

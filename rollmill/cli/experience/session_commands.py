@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from rollmill.cli import display
 from rollmill.cli.runs import age
 from rollmill.errors import ConfigError
-from rollmill.gateway.recording.replaying import read_sessions
-from rollmill.gateway.sessions.session_overview import describe_segments, describe_session
-from rollmill.gateway.sessions.sessions import Session
-from rollmill.runs.opening import open_with_index
-from rollmill.runs.run import RunDirectory
-from rollmill.storage.objects import Objects
-from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import CUT
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.gateway.sessions.sessions import Session
+    from rollmill.runs.run import RunDirectory
 
 app = typer.Typer()
 
@@ -40,6 +37,9 @@ def list_sessions(
 
         rollmill sessions list runs/demo
     """
+    from rollmill.gateway.sessions.session_overview import describe_session
+    from rollmill.runs.opening import open_with_index
+
     run = open_with_index(run_dir)
     found = [describe_session(session) for session in _open_sessions(run)]
     found += _ended(run, recent, {each["trajectory"] for each in found})
@@ -77,6 +77,10 @@ def show(
 
     `rollmill trajectories show` shows the conversation.
     """
+    from rollmill.gateway.sessions.session_overview import describe_segments, describe_session
+    from rollmill.runs.opening import open_with_index
+    from rollmill.types import CUT
+
     for each in _open_sessions(open_with_index(run_dir)):
         if session in (each.name, each.facts.trajectory):
             for name, value in describe_session(each).items():
@@ -96,12 +100,17 @@ def show(
 
 
 def _open_sessions(run: RunDirectory) -> list[Session]:
+    from rollmill.gateway.recording.replaying import read_sessions
+
     places = [run.path, *sorted((run.path / "services").glob("*"))]
     logs = [place / role for place in places for role in run.config.gateways]
     return [session for log in logs for session in read_sessions(log)]
 
 
 def _ended(run: RunDirectory, count: int, still_open: set[str]) -> list[dict[str, Any]]:
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
+
     if not count or (run.config.database is None and not (run.path / "mill.db").exists()):
         return []
     rows = TrajectoryStore(run.database(), Objects.open("memory://")).list(limit=count * 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -10,16 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
-from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cli.experience import transcripts as transcript
 from rollmill.cli.experience.filters import (
     LengthRange,
     RewardRange,
@@ -33,25 +26,20 @@ from rollmill.cli.experience.filters import (
     one_state,
     query_of,
 )
-from rollmill.cli.experience.transcripts import STATES, duration, reward_text, safe, versions
 from rollmill.errors import ConfigError, GatewayError, StorageError, TrajectoryError
-from rollmill.feedback.collect import PRODUCTION
-from rollmill.gateway.recording.forgetting import forget_in_log
-from rollmill.gateway.recording.replaying import read_open_session
-from rollmill.gateway.sessions.registry import pseudonym
-from rollmill.rollouts.gateway_client import GatewayClient
-from rollmill.runs.admit_experience import admit_trajectories
-from rollmill.runs.opening import open_run, open_with_index
-from rollmill.runs.run import RunDirectory
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
-from rollmill.tls import trust
-from rollmill.trajectories.admission import Verdict
-from rollmill.trajectories.export import export_trajectories
-from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.table_rows import TrajectoryRow
-from rollmill.trajectories.trajectory_store import TrajectoryStore
-from rollmill.types import Trajectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from rollmill.chat.tokenizer import Tokenizer
+    from rollmill.runs.run import RunDirectory
+    from rollmill.trajectories.admission import Verdict
+    from rollmill.trajectories.query import TrajectoryQuery
+    from rollmill.trajectories.table_rows import TrajectoryRow
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
+    from rollmill.types import Trajectory
 
 app = typer.Typer()
 
@@ -92,6 +80,8 @@ def list_trajectories(
         rollmill trajectories list runs/demo --failed
         rollmill trajectories list runs/demo --solved --split heldout --sort length
     """
+    from rich.console import Console
+
     query = query_of(one_state(state, failed), solved, reward, length, task, version, split, sort, limit + 1)
     _, store = _open(run_dir, database, "memory://")  # the index alone: no payload is read
     check_split(store, split)
@@ -140,6 +130,8 @@ def export(
         rollmill trajectories export runs/demo solved.jsonl --solved
         rollmill trajectories export runs/demo tokens.parquet --format parquet --reward 0.5..
     """
+    from rollmill.trajectories.export import export_trajectories
+
     if format not in ("openai", "parquet"):
         raise ConfigError(f"--format {format!r} is unknown", hint="openai or parquet")
     query = query_of(one_state(state, False), solved, reward, length, task, version, split, sort, None)
@@ -191,6 +183,9 @@ def admit(
         rollmill trajectories admit runs/second --from runs/first --version rl@30.. --wait 60
         rollmill trajectories admit runs/served live-1f0c…
     """
+    from rollmill.runs.admit_experience import admit_trajectories
+    from rollmill.runs.opening import open_with_index
+
     if not ids and source is None:
         raise ConfigError("which trajectories?", hint="give their ids, or --from and the run that has them")
     query = query_of("graded", solved, reward, length, task, version, split, "newest", limit)
@@ -220,6 +215,10 @@ def show(
         rollmill trajectories show ID runs/demo
         rollmill trajectories show ID runs/demo --tokens
     """
+    from rich.console import Console
+
+    from rollmill.cli.experience import transcripts as transcript
+
     if (Path(id) / "run.json").exists():
         raise ConfigError(
             f"{id} is a run, not the id of a trajectory",
@@ -296,6 +295,11 @@ def forget(
 
 def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
     """Forget a user in one run, say what was done, and return the trajectories that are kept for now."""
+    import asyncio
+
+    from rollmill.gateway.sessions.registry import pseudonym
+    from rollmill.runs.opening import open_run
+
     run = open_run(run_dir)
     if named and run.config.database is None and not (run.path / "mill.db").exists():
         typer.echo(f"{run_dir}: nothing was recorded")
@@ -313,6 +317,11 @@ def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
 
 async def _forget_open(run: RunDirectory, user: str) -> int:
     """End the open sessions of a user at one gateway: the running one is asked, else its log is rewritten."""
+    from rollmill.gateway.recording.forgetting import forget_in_log
+    from rollmill.rollouts.gateway_client import GatewayClient
+    from rollmill.tls import trust
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
+
     logs = [log for log in run.session_logs if log.exists()]
     if not logs:
         return 0
@@ -331,6 +340,11 @@ def _open(
     run_dir: Path | None, database: str | None, objects: str | None
 ) -> tuple[RunDirectory | None, TrajectoryStore]:
     """The store to read, and the run if there is one."""
+    from rollmill.runs.opening import open_with_index
+    from rollmill.storage.database import open_database
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
+
     if database is not None:
         if objects is None or run_dir is not None:
             raise ConfigError("--database needs --objects and no run directory", hint="or give a run directory alone")
@@ -380,6 +394,8 @@ def _find(
 
 def _load(run: RunDirectory | None, store: TrajectoryStore, row: TrajectoryRow) -> Trajectory | None:
     """The payload; of a session that is still open what the gateway's log has of it; None if there is nothing."""
+    from rollmill.gateway.recording.replaying import read_open_session
+
     if row.state == "deleted":
         return None
     if row.payload_key is not None:
@@ -389,6 +405,8 @@ def _load(run: RunDirectory | None, store: TrajectoryStore, row: TrajectoryRow) 
 
 
 def _load_tokenizer(path: Path | None) -> Tokenizer:
+    from rollmill.chat.tokenizer import Tokenizer
+
     if path is None or not path.exists():
         raise ConfigError("--tokens needs the model's tokenizer", hint="name it: --tokenizer PATH/tokenizer.json")
     return Tokenizer.load(path)
@@ -396,6 +414,8 @@ def _load_tokenizer(path: Path | None) -> Tokenizer:
 
 def _print_table(console: Console, rows: list[TrajectoryRow]) -> None:
     """In a terminal, columns that do not fit are left out and the reason is cut. Ids are never cut: they may wrap."""
+    from rich.console import Console
+    from rich.measure import Measurement
 
     def width(table: Table) -> int:
         return Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
@@ -414,6 +434,8 @@ def _print_table(console: Console, rows: list[TrajectoryRow]) -> None:
 
 
 def _table(rows: list[TrajectoryRow], names: list[str], longest_reason: int) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in names:
         table.add_column(name, justify="right" if name in ("reward", "tokens", "age") else "left", no_wrap=True)
@@ -425,6 +447,8 @@ def _table(rows: list[TrajectoryRow], names: list[str], longest_reason: int) -> 
 
 
 def _cells(row: TrajectoryRow) -> Iterator[Text]:
+    from rollmill.cli.experience.transcripts import STATES, duration, reward_text, safe, versions
+
     yield safe(row.id, "bold")
     yield safe(row.state, STATES[row.state])
     yield reward_text(row.reward)
@@ -439,6 +463,8 @@ def _cells(row: TrajectoryRow) -> Iterator[Text]:
 def experience_of(store: TrajectoryStore, query: TrajectoryQuery, run_id: str) -> list[TrajectoryRow]:
     """The rollouts of a run and its production traffic, as far as the query asks for them. Runs may share a database:
     a conversation that names another run, or none, is not taken."""
+    from rollmill.feedback.collect import PRODUCTION
+
     rows = store.find(replace(query, of_run=run_id))
     production = store.find(replace(query, run=PRODUCTION, limit=None))
     rows += [row for row in production if row.provenance.get("run") == run_id]
@@ -447,6 +473,8 @@ def experience_of(store: TrajectoryStore, query: TrajectoryQuery, run_id: str) -
 
 def _print_verdicts(verdicts: Sequence[Verdict], dry_run: bool) -> None:
     """One line per decision and reason; every trajectory is in one of them."""
+    from rich.console import Console
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
     groups: Counter[tuple[str, str]] = Counter()
     trajectories: Counter[tuple[str, str]] = Counter()

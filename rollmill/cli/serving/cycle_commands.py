@@ -5,18 +5,15 @@ from __future__ import annotations
 import datetime
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.cli.serving.gate_command import metrics_table
 from rollmill.errors import RollmillError
-from rollmill.launch.extend import change_cycle
-from rollmill.realtime.cycle import CycleDriver, left_out
-from rollmill.runs.cycle_journal import Cycle, Journal
-from rollmill.runs.opening import open_with_index
+
+if TYPE_CHECKING:
+    from rollmill.runs.cycle_journal import Cycle, Journal
 
 app = typer.Typer()
 UNFOLDED = 10_000  # columns: a file or a program gets one line per move
@@ -45,6 +42,12 @@ def run_cycles(
         rollmill cycle run runs/demo --cycles 1
         rollmill cycle run runs/demo cycle.enough=64 cycle.share=0.1
     """
+    from rich.console import Console
+
+    from rollmill.launch.extend import change_cycle
+    from rollmill.realtime.cycle import CycleDriver, left_out
+    from rollmill.runs.opening import open_with_index
+
     console = Console(highlight=False, soft_wrap=True, markup=False)
     run = change_cycle(open_with_index(directory), overrides or ())
     told: set[tuple[int, str]] = set()
@@ -113,6 +116,9 @@ def explain(
 
         rollmill cycle explain runs/demo 3
     """
+    from rich.console import Console
+    from rich.table import Table
+
     journal = _journal(directory)
     found = journal.get(number) if number is not None else journal.current()
     if found is None:
@@ -147,5 +153,8 @@ def _figures(facts: dict[str, Any]) -> list[str]:
 
 
 def _journal(directory: Path) -> Journal:
+    from rollmill.runs.cycle_journal import Journal
+    from rollmill.runs.opening import open_with_index
+
     run = open_with_index(directory)
     return Journal(run.database(), run.id)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.cli.evaluate import limited_suite
 from rollmill.cli.target import find_target
-from rollmill.evals.gate import GateConfig
-from rollmill.realtime.gate_run import LIVE, require_gate, run_gate
-from rollmill.runs.opening import open_with_index
-from rollmill.weights.reading.channels import Channels
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HELD = 3  # exit code
 
@@ -47,6 +44,12 @@ def gate(
         rollmill gate runs/demo rl@28 --against rl@0
         rollmill gate runs/demo candidate --json > gate.json
     """
+    from rich.console import Console
+
+    from rollmill.evals.gate import GateConfig
+    from rollmill.realtime.gate_run import LIVE, require_gate, run_gate
+    from rollmill.runs.opening import open_with_index
+    from rollmill.weights.reading.channels import Channels
 
     run = open_with_index(directory)
     suite = limited_suite(run.config.evals, tasks, attempts)
@@ -77,6 +80,8 @@ def gate(
 
 def metrics_table(verdict: Mapping[str, Any]) -> Table:
     """What the gate measured, as `GateVerdict.describe` has it. It fits 80 columns, which is what CI logs have."""
+    from rich.table import Table
+
     sides = f"{verdict['candidate']} against {verdict['live']}"
     table = Table(
         title=f"{sides}: {verdict['tasks']} tasks, {verdict['attempts']} attempts",

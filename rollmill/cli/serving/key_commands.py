@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from rollmill.gateway.access.keys import Key, KeyStore
-from rollmill.runs.opening import open_with_index
+if TYPE_CHECKING:
+    from rollmill.gateway.access.keys import Key, KeyStore
 
 app = typer.Typer()
 
@@ -65,6 +63,9 @@ def list_keys(run_dir: RunDir) -> None:
 
         rollmill keys list runs/demo
     """
+    from rich.console import Console
+    from rich.table import Table
+
     keys = _store(run_dir).list()
     if not keys:
         typer.echo(f"no key yet; `rollmill keys create {run_dir}` makes one")
@@ -107,6 +108,9 @@ def revoke(
 
 
 def _store(run_dir: Path) -> KeyStore:
+    from rollmill.gateway.access.keys import KeyStore
+    from rollmill.runs.opening import open_with_index
+
     run = open_with_index(run_dir)
     return KeyStore(run.database(), run.id)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from rollmill.cli.target import VersionOption, checkpoint_run, find_target, is_checkpoint
 from rollmill.errors import ConfigError
-from rollmill.launch.launchers.local import LocalLauncher
-from rollmill.launch.services import Target, served_versions, serving, wait_until_ready
 from rollmill.runs.free_ports import held_port
-from rollmill.runs.opening import open_with_index
-from rollmill.runs.run import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollmill.launch.launchers.local import LocalLauncher
+    from rollmill.launch.services import Target
+    from rollmill.runs.run import RunDirectory
 
 PORT = 8000
 KEY = "api-key"  # a file of the run directory
@@ -51,6 +53,11 @@ def serve(
         rollmill serve runs/demo --version live --canary
         rollmill serve models/smollm2-135m
     """
+    from rich.console import Console
+
+    from rollmill.launch.services import serving, wait_until_ready
+    from rollmill.runs.opening import open_with_index
+
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
         with held_port(host, port, PORT) as held:
@@ -99,6 +106,8 @@ Ctrl-C stops it."""
 
 def _watch(service: RunDirectory, cluster: LocalLauncher, console: Console) -> None:
     """Keep the processes alive and say when the served version changes, until Ctrl-C."""
+    from rollmill.launch.services import served_versions
+
     before = served_versions(service)
     while True:
         cluster.watch()

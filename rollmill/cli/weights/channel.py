@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,10 +10,10 @@ from rollmill.cli import display
 from rollmill.cli.display import console, safe
 from rollmill.cli.weights.places import LineOfNumber, Place, Token, Where, Which, find_version, open_place
 from rollmill.errors import WeightsError
-from rollmill.runs.opening import open_run
-from rollmill.types import Version
-from rollmill.weights import Channels
-from rollmill.weights.reading.channels import ChannelEntry
+
+if TYPE_CHECKING:
+    from rollmill.types import Version
+    from rollmill.weights.reading.channels import ChannelEntry
 
 app = typer.Typer(
     help="Channels: named pointers to versions. Moving one adds an entry; old entries stay.", no_args_is_help=True
@@ -29,6 +29,8 @@ def list_channels(where: Where, token: Token = None) -> None:
 
         rollmill weights channel list runs/demo
     """
+    from rollmill.weights import Channels
+
     channels = Channels(open_place(where, token).objects)
     made = display.table("channel", "version", "entry", "when", numbers=("entry",))
     for name in channels.names():
@@ -72,6 +74,8 @@ def set_channel(
 
         rollmill weights channel set runs/demo live rl@7
     """
+    from rollmill.weights import Channels
+
     place = open_place(where, token)
     wanted = find_version(place, version, line)
     before = Channels(place.objects).entry(name)
@@ -98,6 +102,8 @@ def rollback(
         rollmill weights rollback runs/demo live
         rollmill weights rollback runs/demo live --to rl@3
     """
+    from rollmill.weights import Channels
+
     place = open_place(where, token)
     entries = _entries(place, channel)
     now = entries[-1]
@@ -118,6 +124,8 @@ def rollback(
 
 
 def _entries(place: Place, name: str) -> list[ChannelEntry]:
+    from rollmill.weights import Channels
+
     channels = Channels(place.objects)
     entries = channels.history(name)
     if not entries:
@@ -126,6 +134,8 @@ def _entries(place: Place, name: str) -> list[ChannelEntry]:
 
 
 def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
+    from rollmill.weights import Channels
+
     for form in place.store.forms(wanted.line):
         if place.store.exists(wanted, form):
             place.store.check_present(wanted, form)
@@ -134,6 +144,7 @@ def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
 
 def _check_gate(place: Place, name: str, wanted: Version) -> None:
     from rollmill.realtime.gate_run import check_live
+    from rollmill.runs.opening import open_run
 
     has_run = place.run is not None and (place.run / "run.json").is_file()
     required = has_run and place.run is not None and open_run(place.run).config.gate is not None

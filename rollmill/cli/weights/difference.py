@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from rollmill.cli import display
-from rollmill.cli.weights import version_figures as figures
 from rollmill.cli.weights.places import (
     Form,
     Json,
@@ -20,8 +18,12 @@ from rollmill.cli.weights.places import (
     find_version,
     open_place,
 )
-from rollmill.weights.format.manifest import Manifest
-from rollmill.weights.reading.compare import Comparison, TensorChange, compare
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.weights.format.manifest import Manifest
+    from rollmill.weights.reading.compare import Comparison, TensorChange
 
 _VERSION = "a version: LINE@NUMBER, a number if there is only one line, or a channel such as live"
 _COLUMNS = ("changed", "share", "±1 ULP", "largest", "max |Δ|")
@@ -43,6 +45,8 @@ def diff(
 
         rollmill weights diff runs/demo rl@3 rl@7
     """
+    from rollmill.cli.weights import version_figures as figures
+
     place = open_place(where, token)
     manifests = [_manifest(place, text, line, form) for text in (old, new)]
     out = display.console()
@@ -71,6 +75,9 @@ def _manifest(place: Place, text: str, line: str | None, form: str | None) -> Ma
 
 
 def _compare(place: Place, old: Manifest, new: Manifest) -> Comparison:
+    from rollmill.cli.weights import version_figures as figures
+    from rollmill.weights.reading.compare import compare
+
     with display.progress(display.errors()) as bars:
         task = bars.add_task("comparing", total=new.full_bytes)
         return compare(

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from rollmill.cli import display
-from rollmill.cli.weights import version_figures as figures
 from rollmill.errors import WeightsError
 from rollmill.telemetry import EventTail
-from rollmill.weights.regions.arrivals import Arrivals
 
 _POLL_SECONDS = 0.5
 
@@ -33,6 +31,8 @@ def events(
 
         rollmill weights events runs/demo --follow --json
     """
+    from rollmill.weights.regions.arrivals import Arrivals
+
     if not (run / "events").is_dir():
         raise WeightsError(f"{run} has no events", hint="give a run directory, for example runs/demo")
     tail, arrivals = EventTail(run / "events"), Arrivals()
@@ -59,6 +59,8 @@ def _print(rows: list[dict[str, Any]], as_json: bool, lines: bool) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
+    from rollmill.cli.weights import version_figures as figures
+
     words = [f"{row['line']}@{row['version']}"]
     if row["bytes"] is not None:
         ratio = f" ({figures.ratio(row['ratio'])})" if row["ratio"] else ""
@@ -71,6 +73,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
+    from rollmill.cli.weights import version_figures as figures
+
     regions = sorted({name for row in rows for name in row["regions"]})
     numbers = ("bytes", "ratio", "density", "publish", "pause", *(f"→ {name}" for name in regions))
     made = display.table("version", *numbers[:4], *numbers[5:], "pause", numbers=numbers)

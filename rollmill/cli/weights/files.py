@@ -8,18 +8,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.chat.chat_files import TEMPLATE
-from rollmill.chat.effective import effective_template
-from rollmill.chat.formats.choice import format_of
-from rollmill.chat.formats.template import TemplateFormat
-from rollmill.chat.sandbox import TemplateFailed
-from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cli import display
-from rollmill.cli.weights import version_figures as figures
 from rollmill.cli.weights.places import (
     Form,
     LineOfNumber,
@@ -31,13 +24,11 @@ from rollmill.cli.weights.places import (
     open_place,
 )
 from rollmill.errors import ConfigError
-from rollmill.models.huggingface.config import Layout, read_layout
-from rollmill.types import PolicyRef
-from rollmill.weights.files.checkpoint_directory import read_companions, weight_files
-from rollmill.weights.files.companions import companions_of
-from rollmill.weights.files.exchange import check_export, export_directory, import_directory, publish_import
-from rollmill.weights.format.manifest import describe, root_digest
-from rollmill.weights.format.tensors import Tensors
+
+if TYPE_CHECKING:
+    from rollmill.models.huggingface.config import Layout
+    from rollmill.types import PolicyRef
+    from rollmill.weights.format.tensors import Tensors
 
 QUANTISED_FORMS = ("fp8", "nvfp4")  # the forms of models.quantize, which needs torch
 
@@ -57,6 +48,10 @@ def export(
 
         rollmill weights export runs/demo rl@7 out
     """
+    from rollmill.cli.weights import version_figures as figures
+    from rollmill.weights.files.companions import companions_of
+    from rollmill.weights.files.exchange import export_directory
+
     place = open_place(where, token)
     wanted = find_version(place, version, line)
     manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
@@ -85,6 +80,13 @@ def export(
 
 def _as_trained(companions: dict[str, bytes]) -> tuple[dict[str, bytes], str]:
     """The files of the model, with the chat template as training wrote with it; and what is to be said about it."""
+    from rollmill.chat.chat_files import TEMPLATE
+    from rollmill.chat.effective import effective_template
+    from rollmill.chat.formats.choice import format_of
+    from rollmill.chat.formats.template import TemplateFormat
+    from rollmill.chat.sandbox import TemplateFailed
+    from rollmill.chat.tokenizer import Tokenizer
+
     if "tokenizer.json" not in companions:
         return companions, ""
     with tempfile.TemporaryDirectory() as folder:
@@ -119,6 +121,9 @@ def import_(
 
         rollmill weights import out runs/demo --line base
     """
+    from rollmill.weights.files.checkpoint_directory import read_companions, weight_files
+    from rollmill.weights.files.exchange import check_export, import_directory, publish_import
+
     total = sum(path.stat().st_size for path in weight_files(directory))
     place = open_place(where, token, create=True)
     with display.progress(display.errors()) as bars:
@@ -158,6 +163,8 @@ def _as_checkpoint(
 ) -> Iterator[tuple[Tensors, PolicyRef]]:
     """The weights under the names that config.json's layout has, if the run began with a checkpoint of that layout.
     Codes of a quantised form become the bf16 numbers they encode. Quantising those gives the same codes again."""
+    from rollmill.weights.format.manifest import describe, root_digest
+
     if "embedding" not in tensors:  # our own name; otherwise the tensors have a checkpoint's names already
         yield tensors, policy
         return
@@ -177,6 +184,8 @@ def _as_checkpoint(
 
 
 def _layout(config: bytes | None) -> Layout | None:
+    from rollmill.models.huggingface.config import read_layout
+
     try:
         tree = json.loads(config or b"")
         return read_layout(tree) if isinstance(tree, dict) else None

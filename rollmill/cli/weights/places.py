@@ -9,17 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollmill.errors import WeightsError
-from rollmill.runs.opening import open_run
-from rollmill.storage.objects import Objects
-from rollmill.types import Version
-from rollmill.weights.format.object_keys import valid_name
-from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.weight_store import WeightStore
+
+if TYPE_CHECKING:
+    from rollmill.storage.objects import Objects
+    from rollmill.types import Version
+    from rollmill.weights.reading.weight_store import WeightStore
 
 Where = Annotated[
     str, typer.Argument(metavar="WHERE", help="run directory, store directory, or object store URL (s3://…, http://…)")
@@ -52,6 +51,10 @@ class Place:
 
 def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
     """`create` makes a store that does not exist yet, but never inside a directory with other content."""
+    from rollmill.runs.opening import open_run
+    from rollmill.storage.objects import Objects
+    from rollmill.weights.reading.weight_store import WeightStore
+
     if "://" in where:
         return Place(WeightStore(Objects.open(where, token=token)), None)
     path = Path(where)
@@ -96,6 +99,10 @@ def chosen(store: WeightStore, line: str | None, form: str | None = None) -> lis
 
 def find_version(place: Place, text: str, line: str | None = None) -> Version:
     """Parses the user's text as a version. Whether it exists is checked when it is read."""
+    from rollmill.types import Version
+    from rollmill.weights.format.object_keys import valid_name
+    from rollmill.weights.reading.channels import Channels
+
     if found := _VERSION.fullmatch(text):
         return Version(valid_name(found["line"]), int(found["number"]))
     if text.isascii() and text.isdecimal() and len(text) <= 10:

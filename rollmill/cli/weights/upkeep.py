@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.status import Status
 
 from rollmill.cli import display
 from rollmill.cli.weights.places import Forms, Line, Token, Where, chosen, open_place
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.telemetry import open_events
-from rollmill.types import Version
-from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.leases import Leases
-from rollmill.weights.reading.weight_store import WeightStore
-from rollmill.weights.regions.collection import CollectionResult, collect, collect_companions
-from rollmill.weights.regions.keeper import RegionKeeper, Round
+
+if TYPE_CHECKING:
+    from rollmill.weights.reading.weight_store import WeightStore
+    from rollmill.weights.regions.collection import CollectionResult
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
 
@@ -48,6 +40,8 @@ def gc(
 
         rollmill weights gc runs/demo --keep 20 --dry-run
     """
+    from rollmill.weights.regions.collection import collect, collect_companions
+
     store = open_place(where, token).store
     limit = None if budget is None else _parse_size(budget)
     lines = chosen(store, line, form)
@@ -92,6 +86,9 @@ def _describe(line: str, form: str, done: CollectionResult, dry_run: bool) -> li
 
 def _holders(store: WeightStore, line: str, form: str, done: CollectionResult) -> list[str]:
     """What holds versions, apart from `--keep`."""
+    from rollmill.weights.reading.channels import Channels
+    from rollmill.weights.reading.leases import Leases
+
     told = [f"{line}@{done.kept[-1]}: the head"] if done.kept else []
     channels = Channels(store.objects)
     for name in channels.names():
@@ -159,6 +156,9 @@ def mirror(
 
         rollmill weights mirror http://home:8000 /data/store --channel live
     """
+    from rollmill.cli.weights.mirroring import ReportingKeeper, keep_region
+    from rollmill.weights.reading.weight_store import WeightStore
+
     if events is not None:
         open_events(events, f"mirror-{region}" if region else "mirror")
     there, here = open_place(source, token).objects, open_place(target, token, create=True).objects
@@ -166,96 +166,3 @@ def mirror(
     if line is None:
         line = "main" if WeightStore(there).begun("main") else "rl"
     keep_region(ReportingKeeper(there, here, line, form, channel or [], anchor_every, keep, limit, region=region), once)
-
-
-class ReportingKeeper(RegionKeeper):
-    """A keeper that reports what each round did."""
-
-    tell: Callable[[Round], object] | None = None
-
-    def step(self) -> Round:
-        done = super().step()
-        if self.tell is not None:
-            with _uninterrupted():
-                self.tell(done)
-        return done
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect after the block: in the middle of it, a line would be printed twice or not be counted."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
-
-
-def keep_region(keeper: ReportingKeeper, once: bool) -> None:
-    """Keep a region until Ctrl-C, or with `once` until nothing is left to copy. Exits with 1 if that fails."""
-    out = display.console()
-    with out.status("looking") as status:
-        shown = _MirrorDisplay(keeper, out, status)
-        keeper.tell = shown.tell
-        with contextlib.suppress(KeyboardInterrupt):
-            while once and keeper.step().versions:
-                pass
-            if not once:
-                keeper.run(threading.Event())
-    out.print(display.safe(shown.sum()), soft_wrap=True)
-    missing = [name for name in keeper.channels if Channels(keeper.mirror.target.objects).entry(name) is None]
-    for name in missing if once and keeper.problem is None else ():
-        out.print(display.labelled("note", "yellow", f"there is no channel {name} to copy"), soft_wrap=True)
-    if once and keeper.problem is not None:
-        raise typer.Exit(1)
-    if once and keeper.mirror.target.head(keeper.line, keeper.form) is None:
-        lines = ", ".join(keeper.mirror.source.lines()) or "none"
-        raise WeightsError(
-            f"no line {keeper.line!r} ({keeper.form}) in {keeper.mirror.source.objects.url}",
-            hint=f"lines there: {lines}",
-        )
-
-
-class _MirrorDisplay:
-    """Prints a line per copied version, and a status line."""
-
-    def __init__(self, keeper: RegionKeeper, out: Console, status: Status) -> None:
-        self._keeper, self._out, self._status = keeper, out, status
-        self._versions = self._bytes = self._anchors = self._removed = 0
-        self._newest: Version | None = None
-        self._problem = ""
-
-    def tell(self, done: Round) -> None:
-        if done.versions:
-            self._newest = done.versions[-1]
-            few = ", ".join(map(str, done.versions)) if len(done.versions) < 4 else None
-            names = few or f"{done.versions[0]} to {done.versions[-1]}"
-            self._out.print(display.safe(f"{names}: {display.size(done.bytes)}"), soft_wrap=True)
-        if done.anchored is not None:
-            self._out.print(display.safe(f"{self._keeper.line}@{done.anchored}: anchor made"))
-        if self._newest is None or self._newest.line != self._keeper.line:  # nothing copied yet of this line
-            head = self._keeper.mirror.target.head(self._keeper.line, self._keeper.form)
-            self._newest = self._newest if head is None else Version(self._keeper.line, head)
-        self._versions += len(done.versions)
-        self._bytes += done.bytes
-        self._anchors += done.anchored is not None
-        self._removed += done.removed
-        problem = self._keeper.problem or ""
-        if problem and problem != self._problem:
-            for line in problem.splitlines():
-                self._out.print(display.safe(line, "yellow"), soft_wrap=True)
-        self._problem = problem
-        self._status.update(display.safe(f"{self.sum()} · {'retrying' if problem else 'waiting for the next version'}"))
-
-    def sum(self) -> str:
-        words = [f"{self._keeper.line}: {display.count(self._versions, 'version')}, {display.size(self._bytes)} copied"]
-        if self._newest is not None:
-            words.append(f"at {self._newest}")
-        if self._anchors:
-            words.append(display.count(self._anchors, "anchor"))
-        if self._removed:
-            words.append(f"{display.count(self._removed, 'old version')} removed")
-        return " · ".join(words)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.cli import display
 from rollmill.cli.display import console, labelled
-from rollmill.cli.weights import version_figures as figures
 from rollmill.cli.weights.places import (
     Form,
     Forms,
@@ -28,11 +25,13 @@ from rollmill.cli.weights.places import (
 )
 from rollmill.errors import RollmillError, StorageError, WeightsError
 from rollmill.telemetry import read_events
-from rollmill.types import Version
-from rollmill.weights.files.companions import kept_companions
-from rollmill.weights.format.manifest import Encoding, Manifest
-from rollmill.weights.reading.weight_store import WeightStore
-from rollmill.weights.regions.arrivals import Arrivals
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.weights.format.manifest import Encoding, Manifest
+    from rollmill.weights.reading.weight_store import WeightStore
 
 _NUMBERS = ("version", "bytes", "ratio", "density", "epoch", "pause")
 Top = Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")]
@@ -127,6 +126,8 @@ def verify(where: Where, line: Line = None, form: Forms = None, token: Token = N
 
 def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
     """The faults of config.json, tokenizer and the like, by line."""
+    from rollmill.weights.files.companions import kept_companions
+
     found = []
     for line in lines:
         try:
@@ -137,6 +138,8 @@ def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
 
 
 def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
+    from rollmill.weights.regions.arrivals import Arrivals
+
     if run is None or not (run / "events").is_dir():
         return {}
     rows = Arrivals(keep=1 << 30).fold(read_events(run / "events"))
@@ -145,6 +148,8 @@ def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
 
 def _read_manifests(store: WeightStore, line: str, form: str) -> tuple[list[Manifest], dict[int, str]]:
     """All readable manifests of a line, and the faults of the others."""
+    from rollmill.types import Version
+
     manifests, damaged = [], {}
     numbers = store.numbers(line, form)
     with display.progress(display.errors(), sizes=False) as bars:
@@ -191,6 +196,8 @@ def _follows(manifest: Manifest) -> bool:
 
 
 def _log_cells(manifest: Manifest, regions: dict[str, Any]) -> dict[str, Any]:
+    from rollmill.cli.weights import version_figures as figures
+
     pauses = [one["pause_ms_max"] for one in regions.values() if one["pause_ms_max"] is not None]
     return {
         "version": str(manifest.number),
@@ -223,6 +230,8 @@ def _ratio(manifest: Manifest) -> float | None:
 
 def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
     """One version as plain JSON."""
+    from rollmill.cli.weights import version_figures as figures
+
     try:
         anchor = store.anchor(manifest.version, manifest.form)
     except WeightsError:
@@ -282,6 +291,8 @@ def _tensor_facts(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _fact_table(told: dict[str, Any]) -> Table:
+    from rollmill.cli.weights import version_figures as figures
+
     encodings = {}
     for name, one in told["encodings"].items():
         base = f" from {one['base']}" if one["base"] else ""

@@ -35,7 +35,7 @@ import sqlalchemy as sa
 from rollmill.errors import ConfigError, GatewayError, StorageError
 from rollmill.gateway.access.privacy import Consent
 from rollmill.storage.database import reading, writing
-from rollmill.trajectories.tables import keys
+from rollmill.storage.tables import keys
 
 log = logging.getLogger(__name__)
 SCOPES = ("rollout", "production", "feedback", "read", "engine", "admin")

@@ -27,7 +27,7 @@ from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.changes import trajectory_rows
-from rollmill.trajectories.schema import seal_facts, write_trajectory
+from rollmill.trajectories.payload import seal_facts, write_trajectory
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Trajectory, TrajectoryState
 

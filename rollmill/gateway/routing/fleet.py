@@ -29,8 +29,8 @@ from rollmill.gateway.routing.router import Router
 from rollmill.gateway.wire.body import parse_object
 from rollmill.inference.engine_wire import WIRE
 from rollmill.storage.database import now, reading, writing
+from rollmill.storage.tables import engines
 from rollmill.strict import describe_problem
-from rollmill.trajectories.tables import engines
 
 log = logging.getLogger(__name__)
 LEASE_S = 15.0

@@ -18,8 +18,8 @@ import sqlalchemy as sa
 
 from rollmill.errors import StorageError
 from rollmill.storage.database import reading, writing
+from rollmill.storage.tables import splits
 from rollmill.trajectories.storable import from_json, to_key, to_object
-from rollmill.trajectories.tables import splits
 
 log = logging.getLogger(__name__)
 _LOOK_S = 1.0

@@ -27,7 +27,7 @@ from rollmill.tls import trust
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore

@@ -14,7 +14,7 @@ from rollmill.training.batching import MicroBatch
 from rollmill.training.numerics.graphs import MOST as GRAPHS
 from rollmill.training.numerics.graphs import GraphedPasses
 from rollmill.training.numerics.router_replay import expert_load
-from rollmill.training.step import moved, predicting_rows, token_loss
+from rollmill.training.packed_pass import moved, predicting_rows, token_loss
 
 
 class NextTokenPasses:

@@ -17,8 +17,8 @@ from torch import Tensor
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import Replay, Routing, expert_counts, move_gate_biases
 from rollmill.training.batching import MicroBatch
+from rollmill.training.packed_pass import moved
 from rollmill.training.parallelism import Ranks
-from rollmill.training.step import moved
 
 ZERO_OVERLAP = 0.01  # healthy runs have none at all
 ENOUGH_CHOICES = 30  # mean choices per expert; with an even router one expert gets none with probability e^−30

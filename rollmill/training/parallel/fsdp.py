@@ -2,16 +2,14 @@
 gradients.
 
 Gradients are summed, not averaged: each rank divides its loss by the totals of the whole step. Parameters are rows of
-the canonical tensors, with the same names; only experts are first divided by expert (see mesh.py).
+the canonical tensors, with the same names; only experts are first divided by expert (see mesh.py). What torch shards
+with takes seconds to import: functions that shard import it.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, Layer
@@ -51,6 +49,8 @@ def sharded_decoder(
 
 def release(model: Decoder) -> None:
     """Free what a forward pass gathered and kept for a backward pass, if none follows."""
+    from torch.distributed.fsdp import FSDPModule
+
     assert isinstance(model, FSDPModule)
     model.reshard()
 
@@ -64,6 +64,8 @@ def _keep_experts(module: MixtureOfExperts, experts: int, ranks: int, rank: int)
 
 
 def _fully_shard(model: Decoder, meshes: Meshes, experts: bool) -> None:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     # sums over ranks are in FP32, whatever type the model computes in
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in model.layers:
@@ -84,6 +86,9 @@ def _fully_shard(model: Decoder, meshes: Meshes, experts: bool) -> None:
 
 
 def _rows(parameter: Tensor, first_expert: int | None, experts: int) -> Rows:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     assert isinstance(parameter, DTensor)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     start, whole = offset[0], tuple(parameter.shape)

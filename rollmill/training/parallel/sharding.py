@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rollmill.models.host_tensors import round_to_form_
 from rollmill.models.quantize import POWER, owner, quantises
@@ -98,4 +97,6 @@ def rounded(name: str, tensor: Tensor, form: str, sharding: Sharding) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is on this rank, sharing its memory. A plain tensor (a buffer) is all here."""
+    from torch.distributed.tensor import DTensor  # seconds, which only ranks that shard should wait for
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,12 +15,12 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.moe import Replay, Routing, expert_counts
 from rollmill.models.packed_attention import packed_attention
 from rollmill.training.batching import MicroBatch
+from rollmill.training.packed_pass import moved, token_logprobs, token_loss
 from rollmill.training.parallel.collectives import share_rows, share_sum
 from rollmill.training.parallel.context_parallel import ContextAttention
 from rollmill.training.parallel.sharding import Sharding
 from rollmill.training.parallel.token_split import Share, Split, share_of, split
 from rollmill.training.parallelism import PolicyPass
-from rollmill.training.step import moved, token_logprobs, token_loss
 
 
 def split_logprobs(model: Decoder, sharding: Sharding, part: MicroBatch, replay: Replay | None) -> PolicyPass:

@@ -14,9 +14,9 @@ policy learns less from them.
 This always works out, because of the rule for admission: at most (max_staleness + 1) · groups_per_step groups are open,
 so all of them fit into the steps up to the newest group's deadline.
 
-Where few groups have signal, no further group may start before a step has found enough (trajectories/pace.py). It then
-runs short. It does not wait for the groups that still run, if they fit into the steps after it: so engines are busy
-while it trains, and the next step finds groups that have ended meanwhile.
+Where few groups have signal, no further group may start before a step has found enough (trajectories/staleness.py). It
+then runs short. It does not wait for the groups that still run, if they fit into the steps after it: so engines are
+busy while it trains, and the next step finds groups that have ended meanwhile.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A step takes groups by earliest deadline (training/rl/deadlines.py), decides abo
 (training/rl/selection.py), writes its record to the run's ledger, and only then trains. A record that exists already
 was left by a killed trainer: the step runs again from the same payloads, in the same order.
 
-The gradient is computed in training/rl/policy_gradient.py. While the trainer waits for groups, a few trajectories of
+The gradient is computed in training/rl/policy_passes.py. While the trainer waits for groups, a few trajectories of
 the step before are recomputed under the versions that sampled them, to see whether trainer and engine agree
 (training/numerics/logprob_check.py).
 """
@@ -35,7 +35,7 @@ from rollmill.training.rl.answer_credit import answer_advantages
 from rollmill.training.rl.baseline import make_baseline
 from rollmill.training.rl.deadlines import Candidate, choose_groups
 from rollmill.training.rl.kl_reference import Reference
-from rollmill.training.rl.policy_gradient import PolicyGradient, StepSequences
+from rollmill.training.rl.policy_passes import PolicyGradient, StepSequences
 from rollmill.training.rl.selection import (
     Contents,
     Exclusions,
@@ -51,7 +51,7 @@ from rollmill.training.rl.turn_credit import group_token_advantages
 from rollmill.training.single import SINGLE
 from rollmill.training.update_guard import TokenSample, few_sequences
 from rollmill.trajectories.ledger import GroupRow, Ledger, UntakenGroups
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.table_rows import TrajectoryRow
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, GroupState, Segment, StepRecord, TrajectoryState, Version

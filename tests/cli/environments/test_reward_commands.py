@@ -16,10 +16,10 @@ from rollmill.rollouts.hand_in import HandIn, store_hand_in
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.database import open_database, writing
 from rollmill.storage.objects import Objects
+from rollmill.storage.tables import trajectories
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
-from rollmill.trajectories.tables import trajectories
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
+from rollmill.trajectories.staleness import Pace
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade
 from tests.cli.conftest import Told

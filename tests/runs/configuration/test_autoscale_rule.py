@@ -25,7 +25,7 @@ from rollmill.runs.shared.addresses import key_of
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from tests.trajectories.build import start_group
 
 CONFIG = BalanceConfig(least=1, most=8)

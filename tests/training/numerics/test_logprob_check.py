@@ -29,7 +29,7 @@ from rollmill.training.numerics.logprob_check import (
     choose_sample,
 )
 from rollmill.training.single import SINGLE
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Segment, Version
 from rollmill.weights.reading.weight_store import WeightStore
 from tests.training.world import MODEL, PACE, STEPS, World, honest_segment, make_segment, policy, record_as

@@ -14,9 +14,9 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.moe import Replay, Routing
 from rollmill.training.config import RLConfig
 from rollmill.training.diagnostics import mismatch_figures, warnings
-from rollmill.training.loss import target_logprobs
 from rollmill.training.numerics.router_replay import RouterMeasures
-from rollmill.trajectories.pace import Pace
+from rollmill.training.packed_pass import target_logprobs
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import PolicyRef, Segment
 from tests.training.world import World, make_segment, record_as
 

@@ -9,7 +9,8 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import device_digest
 from rollmill.training.config import OptimizerConfig
-from rollmill.training.optimizers.master_optimizer import MasterOptimizer, learning_rate
+from rollmill.training.optimizers.learning_rate import learning_rate
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer
 from tests.kernels import DEVICE, devices, without_kernels
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from rollmill.errors import WeightsError
@@ -300,6 +299,8 @@ def gathered(world: World) -> list[bool]:
     part = make_microbatches(model.config)[0]
     parallel.passes.recompute(model, part, None)
     twin.logprobs(part, None)
+    from torch.distributed.tensor import DTensor  # it takes seconds, and each worker imports this file
+
     return [not isinstance(each.embedding, DTensor) for each in (model, twin.decoder)]
 
 

@@ -15,7 +15,7 @@ from rollmill.training.lineage import Lineage
 from rollmill.training.rl.baseline import FEWEST, GroupBaseline, PopulationBaseline
 from rollmill.training.rl.rl_objective import RolloutBatch
 from rollmill.training.stages.rl import RLSettings
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Segment, Version
 from tests.training.world import World, make_segment
 

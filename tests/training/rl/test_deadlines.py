@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollmill.training.rl.deadlines import Candidate, Choice, choose_groups
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 
 Rule = Callable[[Sequence[Candidate], int, int], Choice]
 EPISODES = st.lists(st.integers(0, 12), min_size=1, max_size=60)
@@ -171,7 +171,7 @@ def test_a_step_runs_short_only_when_no_other_group_can_come() -> None:
 
 @dataclass
 class Sparse:
-    """A run by the rules of trajectories/pace.py in which some groups have no signal: the trainer closes them."""
+    """A run by the rules of trajectories/staleness.py in which some groups have no signal: the trainer closes them."""
 
     pace: Pace
     episodes: list[tuple[int, bool]]  # ticks, and whether there is signal; repeated

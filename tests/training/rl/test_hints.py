@@ -20,10 +20,11 @@ from rollmill.models.attention import PackedAttention
 from rollmill.models.decoder import Decoder
 from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
+from rollmill.training.packed_pass import target_logprobs
 from rollmill.training.rl.hints import hinted, hints_of
+from rollmill.training.rl.policy_loss import PolicyTokens, policy_loss
 from rollmill.training.rl.rl_objective import RLObjective
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Grade, Segment
 from tests.training.world import MODEL, PACE, World, make_segment
 

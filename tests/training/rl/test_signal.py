@@ -11,7 +11,7 @@ import pytest
 
 from rollmill.training.config import RLConfig
 from rollmill.training.lineage import Lineage
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Grade, Segment
 from tests.training.world import World, make_segment
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from rollmill.weights.format.kernels import loops
-from rollmill.weights.format.kernels.plain import SKIP, UNSIGNED
+from rollmill.weights.format.kernels.plain import SKIP, UNSIGNED, class_table
 
-_TILE = 8 * loops.TILE_WORDS  # bytes
 _KEPT = 32 << 20  # bytes; a thread keeps its buffer for the next chunk unless it used more than this
 
 
@@ -39,38 +38,29 @@ _buffer = _Buffer()
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """A read-only view. Loops are compiled per type of argument, and this makes every input the same type."""
-    view = array.view()
+    """A read-only view, or a copy of elements at odd addresses. Loops are compiled per type of argument, and this makes
+    every input the same type."""
+    view = array.view() if array.flags.aligned else array.copy()
     view.flags.writeable = False
     return view
 
 
-def _tiles(bits: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """The elements as whole tiles: index of the first element, elements, words. The last tile is padded with zeros."""
+def _tiles(bits: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """The elements as whole tiles, and the index of the first of each. The last tile is padded with zeros."""
     data = bits.view(np.uint8)
-    whole = data.size - data.size % _TILE
-    rest = np.zeros(_TILE, dtype=np.uint8)
+    whole = data.size - data.size % loops.TILE_BYTES
+    rest = np.zeros(loops.TILE_BYTES, dtype=np.uint8)
     rest[: data.size - whole] = data[whole:]
-    body = data[:whole]
-    if not whole or body.ctypes.data % 8:  # words must be aligned
-        body = body.copy()
     return [
-        (start // bits.itemsize, _fixed(part.view(bits.dtype)), _fixed(part.view(np.uint64)))
-        for start, part in ((0, body), (whole, rest))
+        (start // bits.itemsize, _fixed(part.view(bits.dtype))) for start, part in ((0, data[:whole]), (whole, rest))
     ]
-
-
-def _class_tables(boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two tables by magnitude byte: a one in the byte of its class, and the class."""
-    table = np.searchsorted(boundaries, np.arange(256), side="right").astype(np.uint8)
-    return np.uint64(1) << (np.uint64(8) * table.astype(np.uint64)), table
 
 
 def collect(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     kinds = (np.uint32, old.dtype, old.dtype)
     found = _buffer.room(old.size, *kinds)
     changed = 0
-    for (start, old_bits, _), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+    for (start, old_bits), (_, new_bits) in zip(_tiles(old), _tiles(new), strict=True):
         changed = int(loops.collect(old_bits, new_bits, start, changed, *found))
     _buffer.used(changed * (4 + 2 * old.itemsize))
     return found[0][:changed], found[1][:changed], found[2][:changed]
@@ -79,21 +69,16 @@ def collect(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
 def collect_classed(
     old: np.ndarray, new: np.ndarray, boundaries: np.ndarray
 ) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    units, table = _class_tables(boundaries)
     totals = np.zeros(loops.MOST_CLASSES, dtype=np.uint32)
     found = _buffer.room(old.size, np.uint32, np.uint8, old.dtype, old.dtype)
-    changed = 0
-    for (_, old_bits, old_words), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
-        changed = int(loops.collect_classed(old_bits, new_bits, old_words, changed, units, table, totals, *found))
+    changed = int(loops.collect_classed(_fixed(old), _fixed(new), class_table(boundaries), totals, *found))
     _buffer.used(changed * (5 + 2 * old.itemsize))
     members, classes, differences, values = (array[:changed] for array in found)
+    by_class = np.argsort(classes, kind="stable")
     ends = np.cumsum(np.bincount(classes, minlength=boundaries.size + 1))
-    starts = np.concatenate([[0], ends[:-1]])
-    by_class = np.empty_like(members), np.empty_like(differences), np.empty_like(values)
-    loops.sort_by_class(classes, members, differences, values, starts.copy(), *by_class)
     return [
-        (int(total), by_class[0][start:end], by_class[1][start:end], by_class[2][start:end])
-        for total, start, end in zip(totals[: boundaries.size + 1], starts, ends, strict=True)
+        (int(total), members[places], differences[places], values[places])
+        for total, places in zip(totals, np.split(by_class, ends[:-1]), strict=False)
     ]
 
 
@@ -102,7 +87,7 @@ def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarr
     most = old.size + old.size // SKIP + 2
     found = _buffer.room(most, np.uint8, np.uint8, np.uint32, old.dtype, old.dtype)
     state = np.zeros(5, dtype=np.uint64)
-    for (start, old_bits, _), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+    for (start, old_bits), (_, new_bits) in zip(_tiles(old), _tiles(new), strict=True):
         loops.encode_sparse(old_bits, new_bits, start, state, *found)
     _, changed, gap_size, odd, bits = map(int, state)
     gaps, signs, exceptions, differences, values = found
@@ -170,20 +155,13 @@ def add_differences(bits: np.ndarray, indices: np.ndarray, differences: np.ndarr
 def place_members(
     bits: np.ndarray, boundaries: np.ndarray, lists: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    units, table = _class_tables(boundaries)
-    totals = np.zeros(loops.MOST_CLASSES, dtype=np.uint32)
     members = np.concatenate(lists)
     ends = np.cumsum([len(places) for places in lists], dtype=np.uint32)
     next_member = np.concatenate([np.zeros(1, np.uint32), ends[:-1]])
-    next_change = next_member.copy()
     indices, order = np.empty(members.size, np.uint32), np.empty(members.size, np.uint32)
-    placed = 0
-    for start, part, words in _tiles(bits):
-        lists_left = (members, next_member, ends, next_change)
-        placed = int(loops.place_members(part, words, start, placed, units, table, totals, *lists_left, indices, order))
-    if placed < members.size or (placed and indices[-1] >= bits.size):  # zeros that pad the last tile are not members
-        return None
-    return indices, order
+    table = class_table(boundaries)
+    placed = loops.place_members(_fixed(bits), table, _fixed(members), next_member, ends, indices, order)
+    return (indices, order) if placed == members.size else None
 
 
 def raw_elements(planes: list[np.ndarray], width: int) -> np.ndarray:

@@ -1,9 +1,8 @@
 """Compiled loops over the elements of a chunk. This imports numba: only `compiled` imports it, and only when needed.
 
-The loops check nothing: `compiled` passes buffers that are large enough and indices that lie in the chunk. Words are
-the same elements, eight bytes at a time, in whole tiles. Index variables are unsigned (a signed index costs a test for
-wrap-around) and mostly 64 bits wide (numba widens them anyway). Unpredictable decisions take no branch: a place is
-always written, and then kept or overwritten.
+The loops check nothing: `compiled` passes buffers that are large enough and indices that lie in the chunk. Index
+variables are unsigned (a signed index costs a test for wrap-around) and mostly 64 bits wide (numba widens them anyway).
+Unpredictable decisions take no branch: a place is always written, and then kept or overwritten.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from numba import njit, uint8, uint32, uint64, uintp
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
-TILE_WORDS = 2048  # 16 KiB of the base and 16 KiB of the new elements: both stay in the first-level cache
+TILE_BYTES = 16 << 10  # 16 KiB of the base and 16 KiB of the new elements: both stay in the first-level cache
 BLOCK = 64  # bytes compared together
-STRETCH = 8  # elements between two checkpoints of the class counts
-SEGMENT = 128  # elements between two sums of those counts, so that a count fits a byte
 SKIP = 255
 MOST_CLASSES = 8
 
@@ -67,8 +64,8 @@ def changed_mask(context, old, new, index):
 @compiled
 def make_scratch(elements):
     """Scratch arrays for `find_changed`: masks and places of blocks, then the found indices with room for one more."""
-    blocks = uintp(TILE_WORDS * 8 // BLOCK)
-    per_tile = uintp(TILE_WORDS * 8) // width_of(elements)
+    blocks = uintp(TILE_BYTES // BLOCK)
+    per_tile = uintp(TILE_BYTES) // width_of(elements)
     return np.empty(blocks, np.uint64), np.empty(blocks, np.uint32), np.empty(per_tile + uintp(1), np.uint32)
 
 
@@ -111,7 +108,7 @@ def collect(old, new, offset, changed, indices, differences, values):
     scratch = make_scratch(old)
     found = scratch[2]
     changed = uintp(changed)
-    for start in range(uintp(0), uintp(old.size), uintp(TILE_WORDS * 8) // width):
+    for start in range(uintp(0), uintp(old.size), uintp(TILE_BYTES) // width):
         for which in range(find_changed(old, new, start, scratch)):
             index = uintp(found[which])
             indices[changed] = uint32(uintp(offset) + index)
@@ -145,7 +142,7 @@ def encode_sparse(old, new, offset, state, gaps, signs, exceptions, differences,
     found = scratch[2]
     behind, bits = uint64(state[0]), uint64(state[4])
     change, place, odd = uintp(state[1]), uintp(state[2]), uintp(state[3])
-    for start in range(uintp(0), uintp(old.size), uintp(TILE_WORDS * 8) // width):
+    for start in range(uintp(0), uintp(old.size), uintp(TILE_BYTES) // width):
         for which in range(find_changed(old, new, start, scratch)):
             index = uintp(found[which])
             gap = uint64(offset) + uint64(index) - behind
@@ -207,44 +204,7 @@ def write_exceptions(differences, values, exceptions, magnitudes, literals):
     return escaped
 
 
-# --- classes: members are counted in words of eight bytes, one byte per class
-
-
-@compiled
-def count_members(bits, words, first, units, totals, before, checkpoints):
-    """For the tile at word `first`: the members of each class before each segment, and within it before each stretch.
-
-    `units` has, for each magnitude byte, a one in the byte of its class. `totals` is advanced to the end of the tile.
-    """
-    width = width_of(bits)
-    per_word, lane_bits = uintp(8) // width, uint64(8) * width
-    shift = lane_bits - uint64(9) if width > uintp(1) else uint64(0)
-    mask = uint64(255) if width > uintp(1) else uint64(127)
-    word, checkpoint = first, uintp(0)
-    for segment in range(uintp(TILE_WORDS) * per_word // uintp(SEGMENT)):
-        inside = uint64(0)
-        for _ in range(uintp(SEGMENT // STRETCH)):
-            checkpoints[checkpoint] = inside
-            checkpoint += uintp(1)
-            for _ in range(width):  # `width` words are one stretch
-                elements, count = words[word] >> shift, uint64(0)
-                word += uintp(1)
-                for _ in range(per_word):
-                    count += units[elements & mask]
-                    elements >>= lane_bits
-                inside += count
-        for which in range(uintp(MOST_CLASSES)):
-            before[segment, which] = totals[which]
-            totals[which] += uint32(inside & uint64(255))
-            inside >>= uint64(8)
-
-
-@compiled
-def make_counts(elements):
-    """Buffers for the results of `count_members` for one tile."""
-    per_tile = uintp(TILE_WORDS) * (uintp(8) // width_of(elements))
-    before = np.empty((per_tile // uintp(SEGMENT), uintp(MOST_CLASSES)), np.uint32)
-    return before, np.empty(per_tile // uintp(STRETCH), np.uint64)
+# --- classes: `table` has the class of each magnitude byte
 
 
 @compiled
@@ -254,125 +214,43 @@ def magnitude_byte(bits, width):
 
 
 @compiled
-def collect_classed(old, new, old_words, changed, units, table, totals, members, classes, differences, values):
-    """Like `collect`, plus the class of each change and, in `members`, its place among the members of that class."""
+def collect_classed(old, new, table, totals, members, classes, differences, values):
+    """Like `collect` for a whole chunk, plus the class of each change and, in `members`, its place among the members of
+    that class. `totals` counts the members of each class. Returns the number of changes."""
     kind, width = old.dtype.type, width_of(old)
     sign = uint64(8) * width - uint64(1)
-    scratch = make_scratch(old)
-    found = scratch[2]
-    before, checkpoints = make_counts(old)
-    changed = uintp(changed)
-    for first in range(uintp(0), uintp(old_words.size), uintp(TILE_WORDS)):
-        start = first * (uintp(8) // width)
-        count_members(old, old_words, first, units, totals, before, checkpoints)
-        for found_at in range(find_changed(old, new, start, scratch)):
-            index = uintp(found[found_at])
-            place = index - start
-            which = uintp(table[magnitude_byte(uint64(old[index]), width)])
-            stretch = place // uintp(STRETCH)
-            inside = checkpoints[stretch] >> (uint64(8) * which) & uint64(255)
-            for other in range(uintp(STRETCH)):
-                element = uint64(old[start + stretch * uintp(STRETCH) + other])
-                member = uintp(table[magnitude_byte(element, width)]) == which
-                inside += uint64(member & (other < place % uintp(STRETCH)))
-            members[changed] = before[place // uintp(SEGMENT), which] + uint32(inside)
-            classes[changed] = uint8(which)
-            differences[changed] = kind(ordered(uint64(new[index]), sign) - ordered(uint64(old[index]), sign))
-            values[changed] = new[index]
-            changed += uintp(1)
+    changed = uintp(0)
+    for index in range(uintp(old.size)):
+        before, after = uint64(old[index]), uint64(new[index])
+        which = uintp(table[magnitude_byte(before, width)])
+        members[changed] = totals[which]
+        classes[changed] = uint8(which)
+        differences[changed] = kind(ordered(after, sign) - ordered(before, sign))
+        values[changed] = new[index]
+        changed += uintp(before != after)
+        totals[which] += uint32(1)
     return changed
 
 
 @compiled
-def sort_by_class(classes, members, differences, values, next_place, sorted_members, sorted_differences, sorted_values):
-    for change in range(uintp(classes.size)):
-        which = uintp(classes[change])
-        place = uintp(next_place[which])
-        next_place[which] += 1
-        sorted_members[place] = members[change]
-        sorted_differences[place] = differences[change]
-        sorted_values[place] = values[change]
-
-
-@compiled
-def find_member(bits, start, table, which, left, checkpoints, segment):
-    """The place in the tile at `start` of the class member that has `left` others before it in its segment."""
-    width, stretch = width_of(bits), segment * uintp(SEGMENT // STRETCH)
-    shift = uint64(8) * which
-    behind = uintp(0)
-    for other in range(uintp(1), uintp(SEGMENT // STRETCH)):
-        behind += uintp((checkpoints[stretch + other] >> shift & uint64(255)) <= left)
-    stretch += behind
-    left -= checkpoints[stretch] >> shift & uint64(255)
-    place = stretch * uintp(STRETCH)
-    seen, behind = uint64(0), uintp(0)
-    for other in range(uintp(STRETCH)):
-        seen += uint64(uintp(table[magnitude_byte(uint64(bits[start + place + other]), width)]) == which)
-        behind += uintp(seen <= left)
-    return place + behind
-
-
-@compiled
-def mark_members(bits, start, table, totals, before, checkpoints, members, next_member, ends, marks):
-    """Marks the changed elements of a tile with their class, counted from 1."""
-    last = uintp(before.shape[0] - 1)
-    for which in range(uintp(ends.size)):
-        segment, at, end = uintp(0), uintp(next_member[which]), uintp(ends[which])
-        while at < end and members[at] < totals[which]:
-            member = members[at]
-            while segment < last and before[segment + uintp(1), which] <= member:
-                segment += uintp(1)
-            left = uint64(member - before[segment, which])
-            marks[find_member(bits, start, table, which, left, checkpoints, segment)] = uint8(which + uintp(1))
-            at += uintp(1)
-        next_member[which] = at
-
-
-@compiled
-def find_marks(marks, words, found):
-    """The marked places of a tile, ascending."""
-    mark_words = marks.view(np.uint64)
-    kept, count = uintp(0), uintp(0)
-    for word in range(uintp(mark_words.size)):
-        words[kept] = uint32(word)
-        kept += uintp(mark_words[word] != uint64(0))
-    for word in range(kept):
-        place = uintp(words[word])
-        marked = mark_words[place]
-        for index in range(place * uintp(8), place * uintp(8) + uintp(8)):
-            found[count] = uint32(index)
-            count += uintp((marked & uint64(255)) != uint64(0))
-            marked >>= uint64(8)
-    return count
-
-
-@compiled
-def place_members(
-    bits, words, offset, placed, units, table, totals, members, next_member, ends, next_change, indices, order
-):
+def place_members(bits, table, members, next_member, ends, indices, order):
     """Puts the changes of all classes into the order of the chunk. Input: their places among the members of their
-    class. Output: their indices, and their places in the lists.
+    class, class by class; the first and the end of each class in that list. Output: their indices, and their places in
+    the list.
 
     Returns the number placed. Fewer than all means that a class has fewer members than its list says.
     """
-    width = width_of(bits)
-    per_word = uintp(8) // width
-    before, checkpoints = make_counts(bits)
-    marks = np.zeros(uintp(TILE_WORDS) * per_word, np.uint8)
-    mark_words, found = np.empty(marks.size // 8, np.uint32), np.empty(marks.size, np.uint32)
-    placed = uintp(placed)
-    for first in range(uintp(0), uintp(words.size), uintp(TILE_WORDS)):
-        start = first * per_word
-        count_members(bits, words, first, units, totals, before, checkpoints)
-        mark_members(bits, start, table, totals, before, checkpoints, members, next_member, ends, marks)
-        for found_at in range(find_marks(marks, mark_words, found)):
-            place = uintp(found[found_at])
-            which = uintp(marks[place]) - uintp(1)
-            marks[place] = uint8(0)
-            indices[placed] = uint32(uintp(offset) + start + place)
-            order[placed] = uint32(next_change[which])
-            next_change[which] += uint32(1)
+    width, totals = width_of(bits), np.zeros(MOST_CLASSES, np.uint32)
+    placed = uintp(0)
+    for index in range(uintp(bits.size)):
+        which = uintp(table[magnitude_byte(uint64(bits[index]), width)])
+        at = uintp(next_member[which])
+        if at < uintp(ends[which]) and members[at] == totals[which]:
+            indices[placed] = uint32(index)
+            order[placed] = uint32(at)
             placed += uintp(1)
+            next_member[which] += uint32(1)
+        totals[which] += uint32(1)
     return placed
 
 

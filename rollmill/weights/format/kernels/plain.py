@@ -156,9 +156,13 @@ def magnitude_bytes(bits: np.ndarray) -> np.ndarray:
     return (bits >> bits.dtype.type(8 * bits.itemsize - 9)).astype(np.uint8)
 
 
+def class_table(boundaries: np.ndarray) -> np.ndarray:
+    """The class of each magnitude byte: how many boundaries are at most that byte."""
+    return np.searchsorted(boundaries, np.arange(256), side="right").astype(np.uint8)
+
+
 def _classes(bits: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
-    table = np.searchsorted(boundaries, np.arange(256), side="right").astype(np.uint8)
-    return table[magnitude_bytes(bits)]
+    return class_table(boundaries)[magnitude_bytes(bits)]
 
 
 def _plane(elements: np.ndarray, plane: int) -> np.ndarray:

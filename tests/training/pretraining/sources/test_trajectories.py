@@ -17,7 +17,7 @@ from rollmill.storage.objects import Objects
 from rollmill.training.pretraining.mixture import Part, choose
 from rollmill.training.pretraining.source import SourceContext
 from rollmill.training.pretraining.sources.trajectories import Trajectories, TrajectoryDocuments, TrajectorySettings
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.payload import encode_trajectory, seal_facts
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import Grade, Segment
 from tests.trajectories import build

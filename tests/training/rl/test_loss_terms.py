@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rollmill.training.config import RLConfig
-from rollmill.training.loss import PolicyTokens, kl_loss, policy_loss, step_divisor, veto
-from tests.training.test_loss import log, near, setup
+from rollmill.training.rl.policy_loss import PolicyTokens, kl_loss, policy_loss, step_divisor, veto
+from tests.training.rl.test_policy_loss import log, near, setup
 
 QUIET = {"loss": "policy_gradient", "ratio_penalty": 0.0}  # no mask and no penalty: w · A alone
 

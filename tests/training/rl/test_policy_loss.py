@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rollmill.training.config import RLConfig
-from rollmill.training.loss import PolicyLoss, PolicyTokens, next_token_loss, policy_loss, target_logprobs
+from rollmill.training.packed_pass import next_token_loss, target_logprobs
+from rollmill.training.rl.policy_loss import PolicyLoss, PolicyTokens, policy_loss
 
 PLAIN = RLConfig(ratio_penalty=0.0)
 

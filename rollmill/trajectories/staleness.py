@@ -1,4 +1,7 @@
-"""How many groups a run may have: open at once, and started in all. The dispatcher and the trainer use the same rules.
+"""The bound on staleness: how many groups a run may have, open at once and started in all. The dispatcher and the
+trainer use the same rules; ledger.py checks them in the transaction that starts a group, admission.py applies them to
+groups of other runs, training/rl/deadlines.py orders groups by them, and training/batching.py masks single tokens that
+are older.
 
     open      at most groups_per_step · (max_staleness + 1): every open group can meet its deadline
               at most groups_per_step · (steps − committed): the steps that are left can take every open group

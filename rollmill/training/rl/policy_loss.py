@@ -1,4 +1,5 @@
-"""The losses of one micro-batch, on the log-probs of target tokens. Losses are minimised.
+"""The policy losses with their importance-sampling corrections, on the log-probs of target tokens of one micro-batch.
+Losses are minimised.
 
 Per token, with π the policy being trained and μ what the engine sampled from:
 
@@ -39,12 +40,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rollmill.models.kernels.heads.head import log_softmax
 from rollmill.training.config import DIALS, RLConfig
 
 Ratio = Literal["engine", "sequence", "own"]
@@ -250,11 +250,6 @@ def _aggregate(loss_M: Tensor, tokens: PolicyTokens, config: RLConfig, divisor: 
     return loss_M.sum() / divisor
 
 
-def next_token_loss(logprobs_M: Tensor, divisor: float) -> Tensor:
-    """Mid-training and SFT: cross-entropy of the targets. Tokens that are not targets are masked."""
-    return -logprobs_M.sum() / divisor
-
-
 # sequences
 
 
@@ -280,42 +275,3 @@ def _needed(value: Tensor | None, who: str, what: str) -> Tensor:
 
 def _exp(log_M: Tensor) -> Tensor:
     return log_M.clamp(max=_MOST_LOG).exp()
-
-
-# log-probs
-
-
-class _TargetLogprobs(torch.autograd.Function):
-    """Log-softmax at the targets, and the entropies. Keeps only one [M, vocab] tensor: the probabilities."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_MV = log_softmax(logits_MV)
-        logprobs_M = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
-        probabilities_MV = logprobs_MV.exp()
-        entropies_M = -logprobs_MV.mul_(probabilities_MV).nansum(-1)  # 0 · −inf is 0 here
-        ctx.save_for_backward(probabilities_MV, targets_M, entropies_M)
-        ctx.set_materialize_grads(False)  # there is rarely an entropy bonus
-        return logprobs_M, entropies_M
-
-    @staticmethod
-    def backward(ctx: Any, grad_M: Tensor | None, grad_entropies_M: Tensor | None) -> tuple[Tensor | None, None]:
-        probabilities_MV, targets_M, entropies_M = ctx.saved_tensors
-        if grad_M is None and grad_entropies_M is None:
-            return None, None
-        grad_MV = torch.zeros_like(probabilities_MV) if grad_M is None else probabilities_MV * -grad_M[:, None]
-        if grad_M is not None:
-            grad_MV.scatter_add_(1, targets_M[:, None], grad_M[:, None])
-        if grad_entropies_M is not None:  # dH/dlogit = −p · (log p + H), and p · log p is 0 where p is
-            surprise_MV = probabilities_MV.log().clamp_(min=-1e4).add_(entropies_M[:, None])
-            grad_MV -= probabilities_MV * surprise_MV.mul_(grad_entropies_M[:, None])
-        return grad_MV, None
-
-
-def target_logprobs(
-    logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(log-probs of the targets, entropies) under the distribution sampled from, both with gradient."""
-    if temperatures_M is not None and not bool((temperatures_M == 1).all()):
-        logits_MV = logits_MV / temperatures_M[:, None]
-    return _TargetLogprobs.apply(logits_MV, targets_M)

@@ -6,6 +6,8 @@ after several micro-batches: gradients summed in FP32 ─► one update of maste
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rollmill.models.decoder import Decoder, DecoderOutput
 from rollmill.models.kernels.fused import fp32_linear
-from rollmill.models.kernels.heads.head import PIECE_ELEMENTS, head_logprobs, head_next_token
+from rollmill.models.kernels.heads.head import PIECE_ELEMENTS, head_logprobs, head_next_token, log_softmax
 from rollmill.models.moe import Replay
 from rollmill.models.packed_attention import packed_attention
 from rollmill.models.shaping import shape_logits
 from rollmill.training.batching import MicroBatch
-from rollmill.training.loss import next_token_loss, target_logprobs
 
 
 def forward_packed(model: Decoder, part: MicroBatch, replay: Replay | None = None) -> tuple[DecoderOutput, Tensor]:
@@ -121,3 +122,44 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _in_chunks(model: Decoder, hidden_MW: Tensor) -> bool:
     """On the CPU only if the logits would be large: a small product gives other bits when it is cut."""
     return hidden_MW.is_cuda or hidden_MW.shape[0] * model.config.vocab_size > PIECE_ELEMENTS
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Log-softmax at the targets, and the entropies. Keeps only one [M, vocab] tensor: the probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_MV = log_softmax(logits_MV)
+        logprobs_M = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
+        probabilities_MV = logprobs_MV.exp()
+        entropies_M = -logprobs_MV.mul_(probabilities_MV).nansum(-1)  # 0 · −inf is 0 here
+        ctx.save_for_backward(probabilities_MV, targets_M, entropies_M)
+        ctx.set_materialize_grads(False)  # there is rarely an entropy bonus
+        return logprobs_M, entropies_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: Tensor | None, grad_entropies_M: Tensor | None) -> tuple[Tensor | None, None]:
+        probabilities_MV, targets_M, entropies_M = ctx.saved_tensors
+        if grad_M is None and grad_entropies_M is None:
+            return None, None
+        grad_MV = torch.zeros_like(probabilities_MV) if grad_M is None else probabilities_MV * -grad_M[:, None]
+        if grad_M is not None:
+            grad_MV.scatter_add_(1, targets_M[:, None], grad_M[:, None])
+        if grad_entropies_M is not None:  # dH/dlogit = −p · (log p + H), and p · log p is 0 where p is
+            surprise_MV = probabilities_MV.log().clamp_(min=-1e4).add_(entropies_M[:, None])
+            grad_MV -= probabilities_MV * surprise_MV.mul_(grad_entropies_M[:, None])
+        return grad_MV, None
+
+
+def target_logprobs(
+    logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log-probs of the targets, entropies) under the distribution sampled from, both with gradient."""
+    if temperatures_M is not None and not bool((temperatures_M == 1).all()):
+        logits_MV = logits_MV / temperatures_M[:, None]
+    return _TargetLogprobs.apply(logits_MV, targets_M)
+
+
+def next_token_loss(logprobs_M: Tensor, divisor: float) -> Tensor:
+    """Mid-training and SFT: cross-entropy of the targets. Tokens that are not targets are masked."""
+    return -logprobs_M.sum() / divisor

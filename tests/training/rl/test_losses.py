@@ -18,7 +18,7 @@ from rollmill.training.config import DIALS, LossName, RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.rl.rl_objective import RolloutBatch
 from rollmill.training.rl.selection import trainable_sequences
-from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.staleness import Pace
 from rollmill.types import Segment
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, World, honest_segment, make_segment, policy, record_as

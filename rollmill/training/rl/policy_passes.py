@@ -19,12 +19,12 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch, SampledFacts
 from rollmill.training.config import RLConfig
 from rollmill.training.diagnostics import TokenMeasures, distance, token_figures
-from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.numerics.router_replay import RouterMeasures, replay_of
+from rollmill.training.packed_pass import moved
 from rollmill.training.parallelism import Parallelism, Passes, PolicyPass
 from rollmill.training.rl.advantage import kl_advantages
 from rollmill.training.rl.kl_reference import Reference
-from rollmill.training.step import moved
+from rollmill.training.rl.policy_loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.update_guard import TokenSample
 
 _MOST_HINT = 5.0  # of |log teacher − log student|: a token that a teacher rules out must not outweigh the step

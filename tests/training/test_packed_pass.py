@@ -14,13 +14,12 @@ from benchmarks.train_step import NextTokenStep
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.kernels.heads import head
-from rollmill.training import step as step_module
+from rollmill.training import packed_pass
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig
-from rollmill.training.loss import target_logprobs
 from rollmill.training.numerics.next_token import NextTokenPasses
 from rollmill.training.optimizers.master_optimizer import MasterOptimizer
-from rollmill.training.step import forward_packed, token_logprobs, token_loss
+from rollmill.training.packed_pass import forward_packed, target_logprobs, token_logprobs, token_loss
 from tests.kernels import DEVICE, INTERPRETED
 
 VOCABULARY = 120
@@ -149,7 +148,7 @@ def test_head_in_chunks(device: str, monkeypatch: pytest.MonkeyPatch):
     logits_MV, targets_M = model.logits(hidden_MW), part.targets_M.to(device)
     temperatures_M = torch.linspace(0.5, 1.5, len(targets_M))
     expected = target_logprobs(logits_MV, targets_M, temperatures_M.to(device))
-    monkeypatch.setattr(step_module, "PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(packed_pass, "PIECE_ELEMENTS", 1)
     monkeypatch.setattr(head, "PIECE_ELEMENTS", 1)
     for ours, theirs in zip(token_logprobs(model, hidden_MW, targets_M, temperatures_M), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollmill.errors import TrajectoryError
-from rollmill.trajectories import schema
+from rollmill.trajectories import payload
 from rollmill.trajectories.invariants import check_trajectory
-from rollmill.trajectories.schema import decode_trajectory, encode_trajectory, seal_facts
+from rollmill.trajectories.payload import decode_trajectory, encode_trajectory, seal_facts
 from rollmill.types import Sampling, Segment, Span, Trajectory, TrajectoryState
 from tests.trajectories import build
 
@@ -82,7 +82,7 @@ def test_references_cannot_use_any_amount_of_memory(monkeypatch: pytest.MonkeyPa
     ]
     data = encode_trajectory(Trajectory("t", [parent, *children]))
     assert len(decode_trajectory(data).segments) == 9
-    monkeypatch.setattr(schema, "MAX_EXPANDED_BYTES", 200_000)
+    monkeypatch.setattr(payload, "MAX_EXPANDED_BYTES", 200_000)
     with pytest.raises(TrajectoryError, match="would take more than"):
         decode_trajectory(data)
 
@@ -96,7 +96,7 @@ def test_what_is_written_can_be_read_within_the_same_limit(monkeypatch: pytest.M
     trajectory = Trajectory("t", [parent, *children])
     written = 0
     for limit in range(12_800, 23_000, 700):
-        monkeypatch.setattr(schema, "MAX_EXPANDED_BYTES", limit)
+        monkeypatch.setattr(payload, "MAX_EXPANDED_BYTES", limit)
         try:
             data = encode_trajectory(trajectory)
         except TrajectoryError as error:
@@ -342,7 +342,7 @@ def test_decompression_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
         decode_trajectory(silent.compress(bytes(1 << 20)) + silent.flush())
     with pytest.raises(TrajectoryError, match="damaged"):
         decode_trajectory(encode_trajectory(build.trajectory()) + b"more")
-    monkeypatch.setattr(schema, "MAX_PAYLOAD_BYTES", 1000)
+    monkeypatch.setattr(payload, "MAX_PAYLOAD_BYTES", 1000)
     # a payload that could not be read is not written either
     with pytest.raises(TrajectoryError, match="over the limit"):
         encode_trajectory(build.trajectory())

@@ -1,6 +1,6 @@
-"""The tables as queries see them: facts about trajectories, and each run's ledger.
+"""All tables of the database: facts about trajectories, each run's ledger, keys, cycles and leases.
 
-`rollmill.storage.migrations` creates and changes them in the database; a test compares the two.
+A new database is made from them. What a change needs for databases that exist: `rollmill/storage/migrations`.
 
     trajectories ──< rewards            append-only; the row also carries the newest one, which listings show
     gradings ──< rewards                with which settings stored trajectories were graded again

@@ -1,0 +1,172 @@
+"""PackageProcess: a program in a process and an interpreter of its own, which has the package of an environment.
+
+    Rollmill ──► {"id": 3, …}                          one JSON object per line
+             ◄── {"id": 3, "is": …}                    or {"id": 3, "error": "why"}
+             ──► {"cancel": 3}                         nobody waits for this answer any more
+
+The package may need any versions of other packages. What it prints goes to the log of the role. An answer that is too
+long is an error, like an exception. If the program ends, or a request goes on after it was cancelled, the process is
+killed: all its requests fail, and the next one starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rollmill.config import Config, LocalPath
+from rollmill.environments.tasks.listed import TRAIN, digest
+from rollmill.environments.tasks.task_splits import HELDOUT
+from rollmill.errors import HarnessError, TaskError
+
+_LONGEST = 1 << 26  # bytes of one answer; the programs have a lower limit
+_ERROR = 2000  # characters
+_LOAD_S = 1800.0  # a dataset may have to be downloaded
+_CANCEL_S = 5.0
+
+
+class PackageConfig(Config):
+    python: LocalPath | None = Field(
+        None,
+        description="Python interpreter that has the environment's package, for example that of a virtual environment. "
+        "Not set: the one that runs Rollmill.",
+    )
+    tasks: int = Field(1000, ge=1, description="Most tasks that are taken from the environment: it may be endless.")
+    heldout_share: float = Field(
+        0.1, ge=0, le=1, description="Share of the tasks that is held out, chosen by a hash of the id."
+    )
+
+    def split_of(self, task_id: str) -> str:
+        return HELDOUT if digest("split", task_id) < self.heldout_share else TRAIN
+
+
+class PackageProcess:
+    """One per harness: it answers the requests of all episodes. `what` names the environment in errors."""
+
+    def __init__(self, what: str, python: str | None, program: str, order: dict[str, Any]) -> None:
+        """`order` is the program's first line: what it should do from then on."""
+        self._what, self._order = what, order
+        here = Path(__file__)
+        # -P: in the folder of the program are modules that have the names of the packages
+        self._argv = [python or sys.executable, "-P", str(here.with_name("program.py")), str(here.with_name(program))]
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
+
+    def ask_alone(self, request: dict[str, Any]) -> Any:
+        """The answer of a process for this one request. TaskError if it fails."""
+        lines = f"{json.dumps(self._order)}\n{json.dumps({'id': 0, **request})}\n"
+        try:
+            with self._popen() as process:
+                try:
+                    said, _ = process.communicate(lines.encode(), _LOAD_S)
+                finally:
+                    _kill(process.pid)
+            ended = json.dumps({"error": f"its process ended, {_exit(process.returncode)}"}).encode()
+            return self._value(json.loads((said.splitlines() or [ended])[0]))
+        except HarnessError as error:
+            raise TaskError(error.message, hint=error.hint) from None
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise TaskError(f"{self._what}: {error}"[:_ERROR], hint="`python` names its interpreter") from None
+
+    async def ask(self, request: dict[str, Any]) -> Any:
+        """The answer to a request. HarnessError if it fails. A caller that is cancelled ends the request."""
+        async with self._starting:
+            process = await self._started()
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await _write(process, {"id": number, **request})
+            return self._value(await asyncio.shield(answer))
+        except asyncio.CancelledError:
+            await _write(process, {"cancel": number})
+            _, late = await asyncio.wait([answer], timeout=_CANCEL_S)
+            if late:
+                _kill(process.pid)
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def close(self) -> None:
+        if self._process is not None and self._reading is not None:
+            _kill(self._process.pid)
+            await asyncio.wait([self._reading])
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            try:
+                self._process = await asyncio.create_subprocess_exec(*self._argv, limit=_LONGEST, **self._options)
+            except OSError as error:
+                raise HarnessError(f"{self._what}: {error}", hint="`python` names its interpreter") from None
+            self._reading = asyncio.create_task(self._read(self._process))
+            await _write(self._process, self._order)
+        return self._process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Give each request its answer. When the process has ended, fail those that still wait."""
+        assert process.stdout is not None
+        why = "its process ended"
+        try:
+            while line := await process.stdout.readline():
+                answer = json.loads(line)
+                if answer["id"] is None:
+                    why = answer["error"]
+                    break
+                waiting = self._waiting.get(answer["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except (ValueError, RecursionError) as error:
+            why = f"its process wrote what is no answer: {error}"
+        _kill(process.pid)
+        code = await process.wait()
+        self._process = None
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result({"error": f"{why}, {_exit(code)}"})
+
+    def _value(self, answer: dict[str, Any]) -> Any:
+        if "error" not in answer:
+            return answer["is"]
+        hint = None
+        if "ModuleNotFoundError" in answer["error"]:
+            hint = f"install it for {self._argv[0]}, or set `python` to an interpreter that has it"
+        raise HarnessError(f"{self._what}: {answer['error']}", hint=hint)
+
+    def _popen(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._argv, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """A process group of its own, with the programs of its interpreter's environment first on the path."""
+        path = f"{Path(self._argv[0]).parent.absolute()}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        env = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": env, "start_new_session": True}
+
+
+async def _write(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # it has ended: `_read` tells why
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        await process.stdin.drain()
+
+
+def _kill(pid: int) -> None:
+    """The process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _exit(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,85 @@
+"""The other end of package_process.py. It runs in interpreters without Rollmill: the standard library alone.
+
+    python -P program.py PATH      PATH is a Python file with `opened`
+
+`opened(order)` is an asynchronous context with a function that makes the answer to a request. Answers are made side by
+side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import runpy
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+LONGEST = 1 << 25  # bytes of one answer
+_ORDER = 1 << 26  # bytes of one request
+
+Answer = Callable[[dict[str, Any]], Awaitable[Any]]
+Open = Callable[[dict[str, Any]], AbstractAsyncContextManager[Answer]]
+
+
+def serve(opened: Open) -> None:
+    """Read an order and then requests from standard input, until it ends. What is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def say(message: dict[str, Any]) -> None:
+        try:
+            line = json.dumps(message, allow_nan=False).encode()
+            if len(line) > LONGEST:
+                raise ValueError(f"it has {len(line)} bytes")
+        except (TypeError, ValueError) as error:
+            line = json.dumps({"id": message["id"], "error": f"its answer cannot be used: {error}"}).encode()
+        answers.write(line + b"\n")
+        answers.flush()
+
+    try:
+        asyncio.run(_serve(opened, say))
+    except BaseException as error:
+        say({"id": None, "error": describe(error)})
+        raise
+
+
+async def _serve(opened: Open, say: Callable[[dict[str, Any]], None]) -> None:
+    lines = _lines()
+    running: dict[int, asyncio.Task[None]] = {}
+    async with opened(await anext(lines)) as answer:
+
+        async def reply(request: dict[str, Any]) -> None:
+            try:
+                said = {"is": await answer(request)}
+            except asyncio.CancelledError:
+                said = {"error": "cancelled"}
+            except Exception as error:
+                said = {"error": describe(error)}
+            say({"id": request["id"], **said})
+            del running[request["id"]]
+
+        async for request in lines:
+            if "cancel" not in request:
+                running[request["id"]] = asyncio.create_task(reply(request))
+            elif request["cancel"] in running:
+                running[request["cancel"]].cancel()
+        if running:
+            await asyncio.wait(running.values())
+
+
+async def _lines() -> AsyncIterator[dict[str, Any]]:
+    reader = asyncio.StreamReader(limit=_ORDER)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield json.loads(line)
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+if __name__ == "__main__":
+    serve(runpy.run_path(sys.argv[1])["opened"])
