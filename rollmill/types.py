@@ -141,6 +141,16 @@ class Segment:
     kept_sizes: np.ndarray | None = None  # int32 [T], bytes of each token's set, 0 where there is none
     kept: np.ndarray | None = None  # uint8, the sets one after the other
 
+    def answers(self) -> list[list[Span]]:
+        """The spans of each answer. Spans that touch are one answer: it was continued on another engine."""
+        found: list[list[Span]] = []
+        for span in sorted(self.spans, key=lambda span: span.start):
+            if found and found[-1][-1].end == span.start:
+                found[-1].append(span)
+            else:
+                found.append([span])
+        return found
+
 
 TURN = "turn."  # prefix of the parts of a reward that single turns earned: turn.0 is the first answer
 ANSWER = "answer."  # prefix of the parts that users' signals about single answers gave: answer.SEGMENT/NUMBER

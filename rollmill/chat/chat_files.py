@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError
+from rollmill.strict import describe_problem
 
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -94,11 +95,7 @@ def _parsed(files: Mapping[str, bytes], name: str, kind: type[_File]) -> _File:
     try:
         return kind.model_validate_json(files.get(name, b"{}"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"{name}: {f'{where}: ' if where else ''}{first['msg']}", hint="download or copy the checkpoint again"
-        ) from None
+        raise ConfigError(f"{name}: {describe_problem(error)}", hint="download or copy the checkpoint again") from None
 
 
 def _content(token: str | _Token | None) -> str | None:

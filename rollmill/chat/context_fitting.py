@@ -57,12 +57,12 @@ class SampledIds(NamedTuple):
     ids: tuple[str, ...]
 
 
+@dataclass(frozen=True)
 class Fitting:
-    def __init__(self, abilities: Abilities, spelling: Spelling, family: CallFamily, thinking: Thinking | None) -> None:
-        self._can = abilities
-        self._spelling = spelling
-        self._family = family
-        self._thinking = thinking
+    can: Abilities
+    spelling: Spelling
+    family: CallFamily
+    thinking: Thinking | None
 
     def fit(
         self, messages: Sequence[Message], tools: Sequence[Tool], sampled: SampledIds | None = None
@@ -81,23 +81,23 @@ class Fitting:
                 self._add_result(fitted, message, waiting)
             else:
                 fitted.append({"role": message["role"], "content": self._text(message["content"])})
-        broken = self._spelling.breaking(list(tools))
-        if broken and not self._can.tools:
-            self._add_system(fitted, describe_tools("\n".join(map(to_json, broken)), self._family))
+        broken = self.spelling.breaking(list(tools))
+        if broken and not self.can.tools:
+            self._add_system(fitted, describe_tools("\n".join(map(to_json, broken)), self.family))
             broken = []
-        if fitted and fitted[0]["role"] == "system" and not self._can.system:
+        if fitted and fitted[0]["role"] == "system" and not self.can.system:
             self._move_system(fitted)
         return fitted, broken
 
     def _text(self, text: str | None) -> str:
-        return str(self._spelling.breaking(text or ""))
+        return str(self.spelling.breaking(text or ""))
 
     def _waiting(self, message: Message, count: int, sampled: Sequence[str]) -> list[tuple[str, str, str]]:
         waiting, calls = [], message.get("tool_calls") or ()
         for number, call in enumerate(calls, count):
             name = self._text(call["function"]["name"])
             # Mistral accepts only ids of nine letters and digits; Kimi's ids have this form
-            identity = f"functions.{name}:{number - count}" if self._family.name == "kimi" else f"call{number:05d}"
+            identity = f"functions.{name}:{number - count}" if self.family.name == "kimi" else f"call{number:05d}"
             if len(sampled) == len(calls):
                 identity = sampled[number - count]
             waiting.append((str(call.get("id") or ""), identity, name))
@@ -105,18 +105,18 @@ class Fitting:
 
     def _answer(self, message: Message, identities: Sequence[str]) -> Message:
         content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-        if self._thinking is not None and not reasoning:  # some clients send both in one text
-            reasoning, content = self._thinking._replace(opened=False).split(content)
+        if self.thinking is not None and not reasoning:  # some clients send both in one text
+            reasoning, content = self.thinking._replace(opened=False).split(content)
         content, reasoning = self._text(content), self._text(reasoning)
         calls = [(self._text(name), arguments) for name, arguments in message_calls(message)]
-        if calls and reasoning and content and self._family.name == "harmony":  # its template takes one of them
+        if calls and reasoning and content and self.family.name == "harmony":  # its template takes one of them
             reasoning, content = f"{reasoning}\n{content}", ""
         fitted: Message = {"role": "assistant"}
-        if reasoning and self._can.reasoning == "field":
+        if reasoning and self.can.reasoning == "field":
             fitted |= {"thinking": reasoning, "reasoning_content": reasoning}
-        elif reasoning and self._can.reasoning == "text" and self._thinking is not None:
-            content = f"{self._thinking.start}\n{reasoning}\n{self._thinking.end}\n\n{content}"
-        if calls and self._can.calls:
+        elif reasoning and self.can.reasoning == "text" and self.thinking is not None:
+            content = f"{self.thinking.start}\n{reasoning}\n{self.thinking.end}\n\n{content}"
+        if calls and self.can.calls:
             fitted["tool_calls"] = [
                 {
                     "id": identity,
@@ -126,25 +126,25 @@ class Fitting:
                 for identity, (name, arguments) in zip(identities, calls, strict=True)
             ]
         elif calls:
-            written = self._family.write([(name, self._text(arguments)) for name, arguments in calls])
+            written = self.family.write([(name, self._text(arguments)) for name, arguments in calls])
             content = f"{content}\n{written}" if content else written
-        return fitted | {"content": content if content or not calls else self._can.empty}
+        return fitted | {"content": content if content or not calls else self.can.empty}
 
     def _arguments(self, text: str) -> Any:
-        if self._can.arguments == "object":
+        if self.can.arguments == "object":
             try:
                 value = read_json(text)
             except ValueError:
                 value = None
             # a malformed call must have some object here; its recorded tokens are kept
-            return self._spelling.breaking(value if isinstance(value, dict) else {"arguments": text})
+            return self.spelling.breaking(value if isinstance(value, dict) else {"arguments": text})
         return self._text(text)
 
     def _add_result(self, fitted: list[Message], message: Message, waiting: list[tuple[str, str, str]]) -> None:
         place = next((at for at, call in enumerate(waiting) if call[0] and call[0] == message.get("tool_call_id")), 0)
         _, identity, name = waiting.pop(place) if waiting else ("", "call00000", "unknown")
         content = self._text(message["content"])
-        if self._can.results:
+        if self.can.results:
             fitted.append({"role": "tool", "content": content, "name": name, "tool_call_id": identity})
             return
         content = written_result(content)

@@ -12,19 +12,14 @@ from rollmill.chat.format import ChatFormat, Tool
 from rollmill.chat.tokenizer import Tokenizer
 
 
-def can_cut(format: ChatFormat) -> bool:
-    """Whether an answer of this format can be cut behind its first call."""
-    return format.call_mark is not None
-
-
 class FirstCall:
-    """Looks for the end of the first call while tokens arrive."""
+    """Looks for the end of the first call while tokens arrive. For formats that have a `call_mark`."""
 
     def __init__(self, format: ChatFormat, tokenizer: Tokenizer, tools: Sequence[Tool]) -> None:
         self._format = format
         self._tokenizer = tokenizer
         self._tools = tools
-        assert format.call_mark is not None, "see `can_cut`"
+        assert format.call_mark is not None
         self._mark, self._ends = format.call_mark
         self._reach = 4 * len(self._mark)  # in tokens: a character is at most four
         self._end: int | None = None  # the number of tokens up to the end of the first call

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rollmill.chat.tokenizer import TextStream, Tokenizer
@@ -128,95 +129,82 @@ class Thinking(NamedTuple):
         return reasoning.strip("\n"), rest.lstrip("\n")
 
 
+@dataclass
 class ContentStream:
     """Streams the text of an answer: from behind the token `start` up to the first of `ends`.
 
     It holds back what may still change: half a character, or the beginning of an end mark. The streamed text is
     always a prefix of the content that `ChatFormat.parse` finds in the whole answer, and the streamed reasoning of its
     `reasoning_content`.
-
-    drop_blank   hold back blanks until text follows, because `parse` drops content that is only blanks
-    hold_blank   hold back blanks at the end, because `parse` drops them before calls
-    silent       an answer that begins with one of these may be a call as a whole, so nothing is streamed
-    frames       the text is behind one of these, if there are any; an answer that begins otherwise has none
-    calls        reads what follows the text: see call_stream.py
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        start: int | None = None,
-        ends: Sequence[str],
-        drop_blank: bool = False,
-        hold_blank: bool = False,
-        silent: Sequence[str] = (),
-        thinking: Thinking | None = None,
-        frames: Sequence[str] = (),
-        calls: Callable[[str], list[CallPiece]] | None = None,
-    ) -> None:
-        self._start = start
-        self._calls = calls
-        self._frames = tuple(frames)
-        self._ends = ends
-        self._drop_blank = drop_blank
-        self._hold_blank = hold_blank
-        self._silent = tuple(silent)
-        self._text = TextStream(tokenizer)
-        self._reasoning = _ReasoningStream(thinking, ends) if thinking is not None else None
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    ends: Sequence[str]
+    start: int | None = None
+    drop_blank: bool = False  # hold back blanks until text follows, because `parse` drops content that is only blanks
+    hold_blank: bool = False  # hold back blanks at the end, because `parse` drops them before calls
+    silent: tuple[str, ...] = ()  # an answer that begins with one may be a call as a whole, so nothing is streamed
+    thinking: Thinking | None = None
+    frames: tuple[str, ...] = ()  # the text is behind one, if there are any; an answer that begins otherwise has none
+    read_calls: Callable[[str], list[CallPiece]] | None = None  # reads what follows the text: see call_stream.py
+    reasoning: str = field(init=False, default="")  # what the last `push` found of the reasoning
+    calls: list[CallPiece] = field(init=False, default_factory=list)  # and of calls
+
+    def __post_init__(self) -> None:
+        self._text = TextStream(self.tokenizer)
+        self._reasoning = None if self.thinking is None else _ReasoningStream(self.thinking, self.ends)
         self._held = ""
         self._closed = False
-        self.reasoning = ""  # what the last `push` found of the reasoning
-        self.calls: list[CallPiece] = []  # and of calls
 
     def push(self, tokens: Sequence[int]) -> str:
         """Returns the text that can no longer change."""
-        if tokens and self._start is not None:
-            self._closed = tokens[0] != self._start  # an answer without a text part
-            self._start, tokens = None, tokens[1:]
+        if tokens and self.start is not None:
+            self._closed = tokens[0] != self.start  # an answer without a text part
+            self.start, tokens = None, tokens[1:]
         self.reasoning, self.calls = "", []
         if self._closed:
-            if self._calls is not None:
-                self.calls = self._calls(self._text.push(tokens))
+            if self.read_calls is not None:
+                self.calls = self.read_calls(self._text.push(tokens))
             return ""
         text = self._text.push(tokens)
         if self._reasoning is not None:
             self.reasoning, text = self._reasoning.push(text)
         self._held += text
         text = self._release()
-        if self._closed and self._calls is not None:
-            self.calls = self._calls(self._held)
+        if self._closed and self.read_calls is not None:
+            self.calls = self.read_calls(self._held)
         return text
 
     def _enter_frame(self) -> bool:
         """Whether the text has begun. Drops the frame before it."""
         begun = self._held.lstrip()
-        frame = next((frame for frame in self._frames if begun.startswith(frame)), None)
+        frame = next((frame for frame in self.frames if begun.startswith(frame)), None)
         if frame is not None:
-            self._held, self._frames = begun[len(frame) :], ()
-        elif begun and not any(each.startswith(begun) for each in self._frames):
+            self._held, self.frames = begun[len(frame) :], ()
+        elif begun and not any(each.startswith(begun) for each in self.frames):
             self._closed = True  # only a call, or a text that is sent at the end
         return frame is not None
 
     def _release(self) -> str:
-        if self._frames and not self._enter_frame():
+        if self.frames and not self._enter_frame():
             return ""
-        if self._silent and (begun := self._held.lstrip()):
-            self._closed = begun.startswith(self._silent)
-            self._silent = ()
+        if self.silent and (begun := self._held.lstrip()):
+            self._closed = begun.startswith(self.silent)
+            self.silent = ()
             if self._closed:
                 return ""
-        found = [at for at in (self._held.find(end) for end in self._ends) if at >= 0]
+        found = [at for at in (self._held.find(end) for end in self.ends) if at >= 0]
         if found:
             self._closed = True
             cut = min(found)
         else:
-            cut = len(self._held) - max((overlap(self._held, end) for end in self._ends), default=0)
-        if self._hold_blank:
+            cut = len(self._held) - max((overlap(self._held, end) for end in self.ends), default=0)
+        if self.hold_blank:
             cut = len(self._held[:cut].rstrip())
-        if (self._drop_blank or self._silent) and not self._held[:cut].strip():
+        if (self.drop_blank or self.silent) and not self._held[:cut].strip():
             return ""
-        self._drop_blank = False
+        self.drop_blank = False
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 

@@ -245,15 +245,6 @@ class _Bounds(NodeTransformer):
         node.iter = _filter("_iterated", cast(nodes.Expr, node.iter), [], node)
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._counted(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._counted(node)
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Node:
-        return self._counted(node)
-
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return self._charged(_filter("_join", node.nodes[0], list(node.nodes[1:]), node))
@@ -270,12 +261,6 @@ class _Bounds(NodeTransformer):
             if operand.op in ("in", "notin") or not short:
                 operand.expr = self._charged(operand.expr)
         return node
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        return self._built(node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return self._built(node)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         return self._built(node) if node.ctx == "load" else node
@@ -297,12 +282,16 @@ class _Bounds(NodeTransformer):
         node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
 
+    visit_Macro = visit_CallBlock = visit_Block = _counted
+
     def _charged(self, node: nodes.Expr) -> nodes.Expr:
         return _filter("_charge", node, [], node)
 
     def _built(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
         return _filter("_built", node, [], node)
+
+    visit_List = visit_Dict = _built
 
 
 class _Generation(Extension):

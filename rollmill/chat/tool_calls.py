@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill.chat.format import CallMark, Tool
@@ -57,6 +57,13 @@ class CallFamily(ABC):
 
     def closing_tokens(self, tokenizer: Tokenizer) -> list[int]:
         return [tokenizer.special[mark] for mark in self.closings if mark in tokenizer.special]
+
+
+def properties_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    """The name of each tool → its parameters: their names → their JSON schemas."""
+    functions = (tool["function"] for tool in tools)
+    found = {each["name"]: (each.get("parameters") or {}).get("properties") for each in functions}
+    return {name: each if isinstance(each, Mapping) else {} for name, each in found.items()}
 
 
 def read_json(text: str) -> Any:

@@ -107,7 +107,7 @@ def _keys(source: Source, host: str) -> KeyRing:
             hint="`rollmill keys create RUN --scope read` makes one",
         )
     admin = source.run.secrets["admin_token"] if source.run is not None else None
-    return KeyRing(KeyStore(source.database, source.only), admin_token=admin, production_key=None)
+    return KeyRing(KeyStore(source.database, source.only), {"admin": admin})
 
 
 def _tls(source: Source) -> ssl.SSLContext | None:

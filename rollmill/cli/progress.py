@@ -110,10 +110,8 @@ class State:
             phase.end = event["at"]
 
     def _on_step(self, event: dict[str, Any]) -> None:
-        self.step = event
         self.solve_rates.append(float(event.get("solve_rate") or 0.0))
-        if self.current is not None:
-            self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
+        self._on_document_step(event)
 
     def _on_due(self, event: dict[str, Any]) -> None:
         self.due = event

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class SampledTurn:
     """One turn of the model: tokens[start:end] of its segment."""
 
     segment: Segment
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
 
     @property
     def start(self) -> int:
@@ -81,7 +81,7 @@ def readings(trajectories: Mapping[str, Trajectory], decode: Decode | None) -> M
 
 def conversation(title: str, trajectory: Trajectory, decode: Decode | None = None) -> Markup:
     """One trajectory to read. With `decode` (token ids to text) each answer also shows its exact tokens."""
-    answers = list(_answers(trajectory))
+    answers = [SampledTurn(segment, spans) for segment in trajectory.segments for spans in segment.answers()]
     versions = sorted({(ref.line, ref.number) for answer in answers for ref in answer.policies() if ref})
     page = _Conversation(
         trajectory, answers, {version: f"policy{index % 6}" for index, version in enumerate(versions)}, decode
@@ -92,19 +92,6 @@ def conversation(title: str, trajectory: Trajectory, decode: Decode | None = Non
     return render(
         "conversation", "conversation", title, trajectory, _facts(trajectory, answers), page.styles, turns, rewards
     )
-
-
-def _answers(trajectory: Trajectory) -> Iterator[SampledTurn]:
-    """Spans that touch are one turn, which another engine continued."""
-    for segment in trajectory.segments:
-        joined: list[Span] = []
-        for span in sorted(segment.spans, key=lambda span: span.start):
-            if joined and joined[-1].end != span.start:
-                yield SampledTurn(segment, tuple(joined))
-                joined = []
-            joined.append(span)
-        if joined:
-            yield SampledTurn(segment, tuple(joined))
 
 
 def _facts(trajectory: Trajectory, answers: Sequence[SampledTurn]) -> list[str]:

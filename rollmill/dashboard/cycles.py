@@ -11,7 +11,7 @@ from rollmill.dashboard.charts import Bar, Draw, interval_chart
 from rollmill.dashboard.figures import finite, without_nan
 from rollmill.dashboard.render import render
 from rollmill.dashboard.scales import GAP, minus, signed
-from rollmill.evals.statistics import Interval, clustered_difference, clustered_interval
+from rollmill.evals.statistics import clustered_difference, clustered_interval
 
 METRICS = {  # of the gate: in words, and how the two sides are compared
     "quality": ("Quality", "difference"),
@@ -37,14 +37,10 @@ def living_figures(
         before, after = acceptance["before"], acceptance["after"]
         tree |= {"users": acceptance["users"], "population": acceptance["population"]}
         tree["measured"] = sum(map(len, after.values()))
-        tree["before"], tree["after"] = (_interval(clustered_interval(list(each.values()))) for each in (before, after))
-        tree["gain"] = _interval(clustered_difference(before, after))
+        tree["before"], tree["after"] = (clustered_interval(list(each.values()))._asdict() for each in (before, after))
+        tree["gain"] = clustered_difference(before, after)._asdict()
     cleaned: dict[str, Any] = without_nan(tree)
     return cleaned
-
-
-def _interval(interval: Interval) -> dict[str, float]:
-    return dict(interval._asdict())
 
 
 def _cycle(cycle: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from rollmill.runs.lock import holder
 from rollmill.runs.run import RunDirectory
 from rollmill.runs.shared.outbox import is_sent, send_report
 from rollmill.runs.status import service_paths
-from rollmill.storage.database import open_database
-from rollmill.storage.objects import Objects
 from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
@@ -39,7 +37,7 @@ ACCEPTANCE = "acceptance.json"  # what simulated users truly thought, measured b
 def report_run(run: RunDirectory) -> Path:
     """Write `report.html` and `report.json` into the run's directory, and into its `store` if it has one."""
     write_missing_steps(run)
-    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    store = run.trajectories()
     living, user_conversation = read_living(run)
     report = write_report(
         run.path,
@@ -62,7 +60,7 @@ def share_report(run: RunDirectory, *, anew: bool = False) -> None:
     """Write the report into the `store` of the run, if it has one: `anew`, or if there is none."""
     if run.config.store is None:
         return
-    objects = Objects.open(run.home_store)
+    objects = run.objects()
     if anew or not is_sent(objects):
         send_report(objects, run.path)
 
@@ -75,7 +73,7 @@ def write_missing_steps(run: RunDirectory) -> None:
     missing: list[dict[str, Any]] = []
     for stage in run.config.stages:
         if isinstance(stage, RolloutSettings):
-            ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+            ledger = run.ledger(stage)
             commits = {commit.step: commit for commit in ledger.commits() if (stage.name, commit.step) not in written}
             named = {"stage": stage.name, "steps": stage.steps}
             missing += [{**_step_event(ledger, commit), **named} for commit in commits.values()]
@@ -117,7 +115,7 @@ def read_living(run: RunDirectory) -> tuple[dict[str, Any] | None, tuple[Traject
     was no cycle. And a conversation of simulated users, of the usual length."""
     inside = run.path / SECOND_ACT
     runs = [run, *([RunDirectory.open(inside)] if (inside / "run.json").exists() else [])]
-    found = [(each, _cycles(Journal(open_database(each.database_url), each.id))) for each in runs]
+    found = [(each, _cycles(Journal(each.database(), each.id))) for each in runs]
     found = [(each, cycles) for each, cycles in found if cycles]
     if not found:
         return None, None
@@ -125,7 +123,7 @@ def read_living(run: RunDirectory) -> tuple[dict[str, Any] | None, tuple[Traject
     acceptance = None
     with contextlib.suppress(OSError, ValueError):
         acceptance = json.loads((each.path / ACCEPTANCE).read_text())
-    store = TrajectoryStore(open_database(each.database_url), Objects.open(each.home_store))
+    store = each.trajectories()
     rows = _conversations(each, store)
     shown = None
     if (acceptance or {}).get("users") == "simulated":

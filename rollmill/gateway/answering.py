@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from rollmill.chat.first_call import FirstCall, can_cut
+from rollmill.chat.first_call import FirstCall
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
@@ -27,7 +27,7 @@ from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.routing.answer_builder import AnswerBuilder
 from rollmill.gateway.routing.router import Router
 from rollmill.gateway.sessions.causes import declares_outcome, read_declared
-from rollmill.gateway.sessions.flights import AnswerCut, Flight
+from rollmill.gateway.sessions.flights import AnswerCut, Asked, Flight
 from rollmill.gateway.sessions.identity import HEADER
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.segments import OpenSegment, Turn
@@ -52,6 +52,10 @@ class Ask:
     dialect: Dialect
     http: web.Request
 
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.request.messages, self.request.tools, self.request.sampling.grammar)
+
     def is_abandoned(self) -> bool:
         """Whether the client has disconnected."""
         return self.http.transport is None or self.http.transport.is_closing()
@@ -72,27 +76,17 @@ class Recorded(NamedTuple):
         return self.answer if traffic == "rollout" else replace(self.answer, cached_tokens=own)
 
 
+@dataclass(eq=False, repr=False)
 class Answering:
-    def __init__(
-        self,
-        config: GatewayConfig,
-        format: ChatFormat,
-        tokenizer: Tokenizer,
-        router: Router,
-        recorder: Recorder,
-        registry: Registry,
-        metrics: Metrics,
-        workers: Workers,
-    ) -> None:
-        self._workers = workers
-        self._config = config
-        self._format = format
-        self._tokenizer = tokenizer
-        self._router = router
-        self._recorder = recorder
-        self._registry = registry
-        self._metrics = metrics
-        self.running: set[asyncio.Task[Any]] = set()  # of requests that are being answered
+    config: GatewayConfig
+    format: ChatFormat
+    tokenizer: Tokenizer
+    router: Router
+    recorder: Recorder
+    registry: Registry
+    metrics: Metrics
+    workers: Workers
+    running: set[asyncio.Task[Any]] = field(init=False, default_factory=set)  # of requests that are being answered
 
     async def answer(self, session: Session, ask: Ask) -> web.StreamResponse:
         """If the client disconnects, the answer is still recorded, and returned when the request is repeated: the
@@ -116,28 +110,27 @@ class Answering:
         except GatewayError:
             self._remove_if_empty(session)
             raise
-        await session.wait_for_abandoned(ask.request.messages, ask.request.tools, ask.request.sampling.grammar)
-        if self._registry.is_open(session) and not session.ending:
+        await session.wait_for_abandoned(ask.asked)
+        if self.registry.is_open(session) and not session.ending:
             with contextlib.suppress(_Ended):
                 return await self._answer_in(session, ask)
         if session.facts.traffic == "rollout":
             raise _ended()
-        return await self._answer(self._registry.successor(session), ask)
+        return await self._answer(self.registry.successor(session), ask)
 
     async def _answer_in(self, session: Session, ask: Ask) -> web.StreamResponse:
         request = ask.request
         stream = None
         if request.stream:
             identity = Identity(session=session.facts.trajectory)
-            wait_s = self._config.reader_wait_s
-            stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer, identity, wait_s)
+            wait_s = self.config.reader_wait_s
+            stream = EventStream(ask.http, request, ask.dialect, self.format, self.tokenizer, identity, wait_s)
             stream.response.headers[HEADER] = self._name(session)
-        grammar = request.sampling.grammar
-        segment = session.undelivered(request.messages, request.tools, grammar) if request.count == 1 else None
+        segment = session.undelivered(ask.asked) if request.count == 1 else None
         if segment is not None and (segment.turns[-1].answer.top_logprobs or not request.top_logprobs):
             return await self._repeat(session, segment, ask, stream)
         try:
-            beating = stream.beating(self._config.heartbeat_s) if stream else contextlib.nullcontext()
+            beating = stream.beating(self.config.heartbeat_s) if stream else contextlib.nullcontext()
             async with beating:
                 recorded = await self._new_answers(session, ask, stream)
         except GatewayError as error:
@@ -151,13 +144,13 @@ class Answering:
     def _remove_if_empty(self, session: Session) -> None:
         """Forgets a production conversation without any answer."""
         if not session.segments and not session.logged and not session.flights:
-            self._registry.remove(session)
+            self.registry.remove(session)
 
     async def _repeat(
         self, session: Session, segment: OpenSegment, ask: Ask, stream: EventStream | None
     ) -> web.StreamResponse:
         """Gives the last answer of the segment again: it may not have arrived."""
-        self._metrics.count("answers_repeated_total")
+        self.metrics.count("answers_repeated_total")
         answer = segment.turns[-1].answer
         recorded = Recorded(segment, answer, segment.length - len(answer.tokens))
         if stream is not None:
@@ -168,8 +161,8 @@ class Answering:
 
     def _constrained(self, request: ModelRequest) -> ModelRequest:
         """The request with the grammar that it needs."""
-        check_one_call(request, self._format)
-        grammar = grammar_of(request, self._format)
+        check_one_call(request, self.format)
+        grammar = grammar_of(request, self.format)
         return request if grammar is None else replace(request, sampling=replace(request.sampling, grammar=grammar))
 
     async def _new_answers(self, session: Session, ask: Ask, stream: EventStream | None) -> list[Recorded]:
@@ -187,12 +180,11 @@ class Answering:
         request, facts = _numbered(ask.request, index), session.facts
         outcome = declares_outcome(ask.http.headers)
         bare = GenerateRequest(facts.trajectory, [], request.sampling, facts.traffic, facts.min_version, facts.line)
-        self._router.refuse_at_overload(request.model, bare)
+        self.router.refuse_at_overload(request.model, bare)
         plan = await self._plan(session, request, ask)
         if stream is not None:
             stream.prompt_tokens = len(plan.tokens)
-        asked = (request.messages, request.tools, request.sampling.grammar)
-        with session.flight(plan, *asked, ask.is_abandoned) as flight:
+        with session.flight(plan, ask.asked, ask.is_abandoned) as flight:
             answer, failure = await self._sample(session, plan, flight, request, stream, index)
             for span in answer.spans:
                 span.outcome = outcome
@@ -200,11 +192,11 @@ class Answering:
                 turn = session.place(plan, answer)
                 await self._record(session, turn)
                 opens = turn.segment not in session.segments
-                segment = self._registry.append(session, turn)
-        self._metrics.count("sampled_tokens_total", len(answer.tokens), traffic=facts.traffic)
-        self._metrics.count("prompt_tokens_total", len(plan.prompt), traffic=facts.traffic)
+                segment = self.registry.append(session, turn)
+        self.metrics.count("sampled_tokens_total", len(answer.tokens), traffic=facts.traffic)
+        self.metrics.count("prompt_tokens_total", len(plan.prompt), traffic=facts.traffic)
         if opens:
-            self._metrics.count("segments_total", cause=turn.cause)
+            self.metrics.count("segments_total", cause=turn.cause)
         if session.ending and answer.finish == "abort":
             raise _ended()
         if failure is not None:
@@ -214,16 +206,16 @@ class Answering:
     async def _plan(self, session: Session, request: ModelRequest, ask: Ask) -> Plan:
         prompt, declared = request.prompt, read_declared(ask.http.headers)
         if isinstance(prompt, list):
-            return session.plan_tokens(prompt, self._tokenizer.decode)
+            return session.plan_tokens(prompt, self.tokenizer.decode)
 
         def plan() -> Plan:
-            return session.plan(request.messages, request.tools, self._format, declared)
+            return session.plan(request.messages, request.tools, self.format, declared)
 
         if not request.is_large:
             return plan()
         async with session.lock:  # no answer is appended while a thread reads the session
             planned = await asyncio.to_thread(plan)
-        if not self._registry.is_open(session) or session.ending:
+        if not self.registry.is_open(session) or session.ending:
             raise _Ended
         if ask.is_abandoned():  # it was not in flight yet: a request that repeats it does not wait for its answer
             raise ConnectionResetError("the client disconnected while its request was planned")
@@ -243,16 +235,16 @@ class Answering:
         facts, sampling = session.facts, request.sampling
         ask = GenerateRequest(plan.cache, plan.tokens, sampling, facts.traffic, facts.min_version, facts.line)
         ask.top_logprobs = request.top_logprobs
-        one_call = request.one_call and bool(plan.tools) and can_cut(self._format)
+        one_call = request.one_call and bool(plan.tools) and self.format.call_mark is not None
         callable = [*plan.tools, *request.deferred]
-        first_call = FirstCall(self._format, self._tokenizer, callable) if one_call else None
-        builder = AnswerBuilder(ask, self._tokenizer, request.stop, first_call)
-        piecemeal = request.stream or bool(request.stop) or one_call or sampling.max_tokens > self._config.stream_above
+        first_call = FirstCall(self.format, self.tokenizer, callable) if one_call else None
+        builder = AnswerBuilder(ask, self.tokenizer, request.stop, first_call)
+        piecemeal = request.stream or bool(request.stop) or one_call or sampling.max_tokens > self.config.stream_above
         piecemeal = piecemeal or sampling.grammar is not None  # so that its first token is seen
         watch = asyncio.create_task(_cut_unheard(flight, builder)) if sampling.grammar is not None else None
         wait = session.waits.begin()
-        target = self._router.target(request.model, facts.trajectory, facts.traffic)
-        chunks = self._router.generate(
+        target = self.router.target(request.model, facts.trajectory, facts.traffic)
+        chunks = self.router.generate(
             ask, prefer=session.engine, stream=piecemeal, target=target, lost=wait.lost, encoded=plan.encoded
         )
         try:
@@ -274,13 +266,13 @@ class Answering:
             if isinstance(error, AnswerCut) and not builder.tokens:
                 raise _ended() from None
             builder.abort()
-            self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
+            self.metrics.count("answers_cut_short_total", traffic=facts.traffic)
         except GatewayError as error:
             if not builder.tokens:
                 raise
             failure = error  # the client may have tokens already: they are recorded first
             builder.abort()
-            self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
+            self.metrics.count("answers_cut_short_total", traffic=facts.traffic)
         finally:
             if watch is not None:
                 watch.cancel()
@@ -288,7 +280,7 @@ class Answering:
             await chunks.aclose()
         if not builder.tokens and builder.finish == "length":
             raise _too_long(len(plan.tokens))
-        return builder.build(None if request.prompt is not None else self._format, callable), failure
+        return builder.build(None if request.prompt is not None else self.format, callable), failure
 
     async def _record(self, session: Session, turn: Turn) -> None:
         """Write the turn to disk. A rollout waits for the disk, production for at most `record_wait_s`."""
@@ -303,21 +295,21 @@ class Answering:
             raise _ended()
         data = encode_turn(facts.trajectory, turn)
         try:
-            await self._recorder.append(
+            await self.recorder.append(
                 facts.trajectory,
                 data if session.logged else encode_open(facts) + data,
-                wait_s=self._config.record_wait_s if production else None,
+                wait_s=self.config.record_wait_s if production else None,
             )
             session.logged = True
         except StorageError as error:
-            self._metrics.count("recording_failures_total", traffic=facts.traffic)
+            self.metrics.count("recording_failures_total", traffic=facts.traffic)
             if not production:
                 raise GatewayError(
                     f"the answer could not be recorded: {error.message}", status=503, hint=error.hint
                 ) from None
             session.unrecorded = error.message
             # a session that is replayed after a crash must not count as complete
-            self._recorder.append_later(facts.trajectory, encode_incomplete(facts, error.message))
+            self.recorder.append_later(facts.trajectory, encode_incomplete(facts, error.message))
             session.logged = True
 
     async def _reply(
@@ -346,17 +338,17 @@ class Answering:
         response = web.Response(body=body, content_type="application/json", headers=headers)
         with contextlib.suppress(ConnectionResetError):  # sent here: the server would do it a little later
             await response.prepare(ask.http)
-            await send(ask.http, response.write_eof, len(body), self._config.reader_wait_s)
+            await send(ask.http, response.write_eof, len(body), self.config.reader_wait_s)
         return response
 
     def _name(self, session: Session) -> str:
         """What a client sends to continue this session. If another gateway has the client's name for it, the id of the
         trajectory: feedback by the name would reach another trajectory there."""
-        return session.name if self._workers.has_name(session.name) else session.facts.trajectory
+        return session.name if self.workers.has_name(session.name) else session.facts.trajectory
 
     async def _keep(self, session: Session, stored: Stored, recorded: Recorded) -> None:
         """Stores a response. It survives a restart if its turn is in the log; the answer is sent in any case."""
-        self._registry.responses.add(stored)
+        self.registry.responses.add(stored)
         if session.ending:
             return
         async with session.lock:
@@ -365,7 +357,7 @@ class Answering:
             number = recorded.segment.number_of(recorded.answer)
             with contextlib.suppress(StorageError):
                 data = encode_response(stored, recorded.segment.id, number)
-                await self._recorder.append(stored.trajectory, data, wait_s=self._config.record_wait_s)
+                await self.recorder.append(stored.trajectory, data, wait_s=self.config.record_wait_s)
 
     def _make_reply(
         self, session: Session, recorded: Sequence[Recorded], request: ModelRequest, identity: Identity
@@ -391,7 +383,7 @@ class Answering:
         )
 
     def _logprobs(self, answer: Answer) -> list[TokenLogprob]:
-        return token_logprobs(self._tokenizer, answer.tokens, answer.logprobs, answer.top_logprobs)
+        return token_logprobs(self.tokenizer, answer.tokens, answer.logprobs, answer.top_logprobs)
 
 
 class _Ended(Exception):

@@ -41,13 +41,6 @@ def collect_little() -> None:
         gc.callbacks.append(_leave)
 
 
-def collect_as_usual() -> None:
-    """Undo `collect_little`."""
-    gc.callbacks.remove(_leave)
-    gc.set_threshold(700, 10, 10)
-    gc.unfreeze()
-
-
 async def collect_all(is_idle: Callable[[], bool], recorded_bytes: Callable[[], int]) -> None:
     """Look at all objects from time to time, until cancelled. Does nothing while Python collects as usual.
 

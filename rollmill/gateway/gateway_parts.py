@@ -57,17 +57,16 @@ class GatewayParts:
         workers.reader_wait_s = given.config.reader_wait_s
         self.config = config = share(given.config, workers)
         self.log_dir = log_directory(given.log_dir, workers.number)
-        ring = KeyRing(
-            given.keys,
-            admin_token=given.admin_token,
-            production_key=given.production_key,
-            rollout_key=given.rollout_key,
-            engine_token=given.fleet.token if given.fleet else None,
-            cache_s=config.key_cache_s,
-        )
+        bootstrap = {
+            "admin": given.admin_token,
+            "production": given.production_key,
+            "rollout": given.rollout_key,
+            "engine": given.fleet.token if given.fleet else None,
+        }
+        ring = KeyRing(given.keys, bootstrap, cache_s=config.key_cache_s)
         self.access = Access(ring, KeyLimits(given.keys, Buckets(workers.limits)))
         self.metrics = Metrics(workers.number, workers.metrics)
-        self.registry = Registry(given.admin_token, keep_routes=False, fresh=workers.fresh, run=given.run)
+        self.registry = Registry(given.admin_token, fresh=workers.fresh, run=given.run)
         self.recorder = Recorder(self.log_dir, compact_bytes=config.compact_bytes)
         early = replay(self.registry, self.recorder.replay())
         self.router = Router(given.engines, config, given.tokenizer.encode, follows=given.fleet is not None)

@@ -36,16 +36,16 @@ def _named(name: str) -> dict[str, Any]:
 
 _TEXT = {"type": "string"}
 _COMMON: dict[str, Any] = {
-    "model": {"type": "string"},
-    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 65536},
+    "model": _TEXT,
     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "stream": {"type": "boolean"},
 }
+_MAX_TOKENS = {"type": "integer", "minimum": 1, "maximum": 65536}
 _NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
 _FUNCTION = {"name": _NAME, "description": _TEXT, "parameters": _named("Parameters")}
 _CHOICE = {"enum": ["auto", "none", "required"]}
-_STOP = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4}
+_STOP = _list({"type": "string", "minLength": 1}, maxItems=4)
 _OF_USER = {"enum": ["system", "developer", "user"]}
 
 
@@ -111,54 +111,42 @@ _ANTHROPIC = {
 }
 # The fields that most clients use; the dialects know more.
 _BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
-        "required": ["messages"],
-        "properties": {
-            "messages": _MESSAGES,
-            "tools": _list(_named("ChatTool")),
-            "tool_choice": _CHOICE,
-            "parallel_tool_calls": {"type": "boolean"},
-            "stop": _STOP,
-            "n": {"type": "integer", "minimum": 1, "maximum": 4},
-            "logprobs": {"type": "boolean"},
-            "seed": {"type": "integer"},
-            **_COMMON,
-        },
-    },
-    "/v1/completions": {
-        "required": ["prompt"],
-        "properties": {
-            "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]},
-            "stop": _STOP,
-            **_COMMON,
-        },
-    },
-    "/v1/messages": {
-        "required": ["messages", "max_tokens"],
-        "properties": {
-            **_ANTHROPIC,
-            "stop_sequences": _STOP,
-            **_COMMON,
-        },
-    },
-    "/v1/messages/count_tokens": {
-        "required": ["messages"],
-        "properties": _ANTHROPIC,
-    },
-    "/v1/responses": {
-        "required": ["input"],
-        "properties": {
-            "input": {"anyOf": [{"type": "string", "minLength": 1}, _list(_ITEM, minItems=1)]},
-            "instructions": {"type": "string"},
-            "previous_response_id": {"type": ["string", "null"]},
-            "tools": _list(_named("ResponseTool")),
-            "tool_choice": _CHOICE,
-            "max_output_tokens": _COMMON["max_tokens"],
-            "store": {"type": "boolean"},
-            **{name: field for name, field in _COMMON.items() if name != "max_tokens"},
-        },
-    },
-    "/forget": {"required": ["user"], "properties": {"user": {"type": "string", "minLength": 1}}},
+    "/v1/chat/completions": _object(
+        "messages",
+        messages=_MESSAGES,
+        tools=_list(_named("ChatTool")),
+        tool_choice=_CHOICE,
+        parallel_tool_calls={"type": "boolean"},
+        stop=_STOP,
+        n={"type": "integer", "minimum": 1, "maximum": 4},
+        logprobs={"type": "boolean"},
+        seed={"type": "integer"},
+        max_tokens=_MAX_TOKENS,
+        **_COMMON,
+    ),
+    "/v1/completions": _object(
+        "prompt",
+        prompt={"anyOf": [_TEXT, _list({"type": "integer", "minimum": 0})]},
+        stop=_STOP,
+        max_tokens=_MAX_TOKENS,
+        **_COMMON,
+    ),
+    "/v1/messages": _object(
+        "messages max_tokens", **_ANTHROPIC, stop_sequences=_STOP, max_tokens=_MAX_TOKENS, **_COMMON
+    ),
+    "/v1/messages/count_tokens": _object("messages", **_ANTHROPIC),
+    "/v1/responses": _object(
+        "input",
+        input={"anyOf": [{"type": "string", "minLength": 1}, _list(_ITEM, minItems=1)]},
+        instructions=_TEXT,
+        previous_response_id={"type": ["string", "null"]},
+        tools=_list(_named("ResponseTool")),
+        tool_choice=_CHOICE,
+        max_output_tokens=_MAX_TOKENS,
+        store={"type": "boolean"},
+        **_COMMON,
+    ),
+    "/forget": _object("user", user={"type": "string", "minLength": 1}),
     "/v1/feedback": Feedback.model_json_schema(),
     "/sessions": TypeAdapter(SessionFacts).json_schema(),
     "/sessions/{id}/seal": {"properties": {"submission_key": {"type": ["string", "null"]}}},

@@ -165,13 +165,9 @@ class Workers:
         repeatable = not http.path.endswith("/v1/feedback")  # feedback without an id would be there twice
         pauses = Backoff(0.02, 0.5, patience=self._patience_s)
         while True:
-            answer = _Forwarded(http, self.reader_wait_s)
             try:
-                return await self._watched(http, self._exchange(owner, http, body, answer))
+                return await self._watched(http, self._exchange(owner, http, body))
             except (aiohttp.ClientError, OSError):
-                if answer.begun:  # the client has a part of it: that it ends early must show
-                    _abort(http)
-                    raise ConnectionResetError("the worker died in the middle of an answer") from None
                 if self.gateways is not None and owner.gateway:
                     self.gateways.failed(owner.number)
                     if _may_be_answered_here(http):
@@ -182,8 +178,8 @@ class Workers:
                         "the worker of this session is being restarted", status=503, hint="try again"
                     ) from None
                 await asyncio.sleep(pauses.failed())
-            except _Abandoned:
-                raise ConnectionResetError("the client has disconnected") from None
+            except _BrokenOff as error:
+                raise ConnectionResetError(str(error)) from None
 
     async def ask_others(self, http: web.Request) -> list[bytes]:
         """What the other workers answer to the same request, each for its own sessions, and the other gateways. Raises
@@ -218,12 +214,19 @@ class Workers:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return None
 
-    async def _exchange(self, owner: Peer, http: web.Request, body: bytes, answer: _Forwarded) -> web.StreamResponse:
+    async def _exchange(self, owner: Peer, http: web.Request, body: bytes) -> web.StreamResponse:
         async with self._send(owner, http, body) as response:
             headers = {name: value for name, value in response.headers.items() if name.lower() not in _OF_CONNECTION}
             if response.content_length is not None:
                 return web.Response(body=await response.read(), status=response.status, headers=headers)
-            return await answer.relay(response, headers)
+            relayed = web.StreamResponse(status=response.status, headers=headers)
+            try:
+                return await relay(http, response, relayed, self.reader_wait_s)
+            except (aiohttp.ClientError, OSError):
+                if relayed.prepared:  # the client has a part of it: that it ends early must show
+                    _abort(http)
+                    raise _BrokenOff("the worker died in the middle of an answer") from None
+                raise
 
     @contextlib.asynccontextmanager
     async def _send(self, to: Peer, http: web.Request, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -253,7 +256,7 @@ class Workers:
             if not task.done():  # this task itself is cancelled
                 task.cancel()
         if task.cancelled():
-            raise _Abandoned
+            raise _BrokenOff("the client has disconnected")
         return task.result()
 
     async def _drop_abandoned(self) -> None:
@@ -275,29 +278,21 @@ class Peer:
         return f"gateway {self.number + 1}" if self.gateway else f"worker {self.number}"
 
 
-class _Abandoned(Exception):
-    """The client of a forwarded request has disconnected."""
+async def relay(
+    http: web.Request, source: aiohttp.ClientResponse, to: web.StreamResponse, reader_wait_s: float
+) -> web.StreamResponse:
+    """Passes an answer on piece by piece."""
+    async for piece in source.content.iter_any():
+        if not to.prepared:
+            await to.prepare(http)
+        await send(http, functools.partial(to.write, piece), len(piece), reader_wait_s)
+    await to.prepare(http)  # if there was nothing to relay
+    await send(http, to.write_eof, 0, reader_wait_s)
+    return to
 
 
-class _Forwarded:
-    """An answer that comes from another worker piece by piece."""
-
-    def __init__(self, http: web.Request, reader_wait_s: float) -> None:
-        self._http = http
-        self._reader_wait_s = reader_wait_s
-        self.begun = False
-
-    async def relay(self, source: aiohttp.ClientResponse, headers: dict[str, str]) -> web.StreamResponse:
-        response = web.StreamResponse(status=source.status, headers=headers)
-        async for piece in source.content.iter_any():
-            if not self.begun:
-                self.begun = True
-                await response.prepare(self._http)
-            await send(self._http, functools.partial(response.write, piece), len(piece), self._reader_wait_s)
-        self.begun = True
-        await response.prepare(self._http)  # if there was nothing to relay
-        await send(self._http, response.write_eof, 0, self._reader_wait_s)
-        return response
+class _BrokenOff(Exception):
+    """A forwarded request cannot be repeated: its client has disconnected, or has a part of the answer."""
 
 
 def _abort(http: web.Request) -> None:

@@ -28,12 +28,13 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-import numpy as np
+from pydantic import Base64UrlBytes, Field
 
 from rollmill.errors import EngineError
 from rollmill.histogram import Histogram
+from rollmill.trajectories.facts import STRICT, Int31, Natural, Routes
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from rollmill.models.config import ModelConfig
     from rollmill.models.device import Device
     from rollmill.weights.reading.line_follower import Update
+
+MOST_TOP_LOGPROBS = 20  # as OpenAI allows
 
 # What `Engine.metrics` and `histograms` return, and what its process says about loans: name → meaning. Names that end
 # in _total are counters, in _seconds histograms; the others are gauges.
@@ -102,36 +105,39 @@ class GenerateRequest:
 
     session: str
     tokens: Sequence[int]
-    sampling: Sampling
+    sampling: Sampling = field(default_factory=Sampling)
     traffic: TrafficClass = "rollout"
-    min_version: int = 0  # wait until the served version number is at least this: how staleness 0 is kept
+    min_version: Natural = 0  # wait until the served version number is at least this: how staleness 0 is kept
     line: str = ""  # the line whose versions are meant; an engine that serves another one refuses. "": any line
-    answered: int = 0  # this many tokens at the end of `tokens` belong to the answer: where its grammar goes on
-    top_logprobs: int = 0  # how many of the most likely tokens are returned for each sampled one
+    answered: Natural = 0  # this many tokens at the end of `tokens` belong to the answer: where its grammar goes on
+    # how many of the most likely tokens are returned for each sampled one
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
 
 
 @dataclass
 class GenerateChunk:
     """Freshly sampled tokens. Indices in `policy` point into `policies` of the same chunk."""
 
-    tokens: list[int]
+    __pydantic_config__ = STRICT  # engine_wire.py reads and writes it
+
+    tokens: list[Int31]
     logprobs: list[float]
-    policy: list[int]
+    policy: list[Natural]
     policies: list[PolicyRef]
     # Expert routes of the positions since the previous chunk (of the prompt and sampled ones), computed or found in the
     # KV cache. Those of the session's last turn are not repeated. Row i is position routes_start + i. None for a dense
     # model.
-    routes_start: int = 0
-    routes: np.ndarray | None = None
+    routes_start: Natural = 0
+    routes: Routes | None = None
     finish: FinishReason | None = None
     # The tokens that could be drawn, one set per token (trajectories/allowed_tokens.py). Empty if none were excluded
-    kept: list[bytes] = field(default_factory=list)
+    kept: list[Base64UrlBytes] = field(default_factory=list)
     # set on the last chunk
     oldest_kv_policy: PolicyRef | None = None
-    cached_tokens: int = 0
+    cached_tokens: Natural = 0
     missing: str = ""  # what is not known about these tokens; they are then not trained on
     # (token, log-prob) of the most likely tokens, one list per sampled token; [] if the request did not ask
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    top_logprobs: list[list[tuple[Int31, float]]] = field(default_factory=list)
     timing: Mapping[str, float] = field(default_factory=dict)
 
 

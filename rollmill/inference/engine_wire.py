@@ -8,61 +8,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from pydantic import Base64UrlBytes, Field, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from rollmill.errors import EngineError
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.strict import parse_json
 from rollmill.trajectories.allowed_tokens import LARGEST_SET
-from rollmill.trajectories.facts import STRICT, Int31, Natural, Routes
-from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
+from rollmill.trajectories.facts import STRICT, Int31
+from rollmill.types import Sampling
 
 T = TypeVar("T")
 WIRE = 1  # version of this contract: a gateway refuses engines with another one
-MOST_TOP_LOGPROBS = 20  # as OpenAI allows
 
 
 @dataclass
-class _Request:
+class _Request(GenerateRequest):
     __pydantic_config__ = STRICT
 
-    session: str
     tokens: list[Int31]
-    sampling: Sampling = field(default_factory=Sampling)
-    traffic: TrafficClass = "rollout"
-    min_version: Natural = 0
-    line: str = ""
-    answered: Natural = 0
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     stream: bool = False
 
 
-@dataclass
-class _Chunk:
-    __pydantic_config__ = STRICT
-
-    tokens: list[Int31]
-    logprobs: list[float]
-    policy: list[Natural]
-    policies: list[PolicyRef]
-    routes_start: Natural = 0
-    routes: Routes | None = None
-    finish: FinishReason | None = None
-    oldest_kv_policy: PolicyRef | None = None
-    cached_tokens: Natural = 0
-    missing: str = ""
-    top_logprobs: list[list[tuple[Int31, float]]] = field(default_factory=list)
-    timing: dict[str, float] = field(default_factory=dict)
-    kept: list[Base64UrlBytes] = field(default_factory=list)
-
-
 _REQUEST = TypeAdapter(_Request)
-_CHUNK = TypeAdapter(_Chunk)
-_CHUNKS = TypeAdapter(list[_Chunk])
+_CHUNK = TypeAdapter(GenerateChunk)
+_CHUNKS = TypeAdapter(list[GenerateChunk])
 
 
 def request_to_json(request: GenerateRequest, *, stream: bool = False, tokens: bytes | None = None) -> bytes:
@@ -87,7 +60,7 @@ def request_from_json(data: bytes) -> tuple[GenerateRequest, bool]:
 
 
 def chunk_to_json(chunk: GenerateChunk) -> bytes:
-    return _CHUNK.dump_json(_Chunk(**{**vars(chunk), "timing": dict(chunk.timing)}))
+    return _CHUNK.dump_json(chunk)
 
 
 def chunk_from_json(data: bytes) -> GenerateChunk:
@@ -105,7 +78,7 @@ def chunks_from_json(lines: Sequence[bytes]) -> list[GenerateChunk]:
     return [_checked(_joined(parsed))] if _are_alike(parsed) else list(map(_checked, parsed))
 
 
-def _are_alike(chunks: Sequence[_Chunk]) -> bool:
+def _are_alike(chunks: Sequence[GenerateChunk]) -> bool:
     """Whether they are one chunk of the same tokens: what is said of an answer's end, only the last one says."""
     last = chunks[-1]
     return all(
@@ -119,7 +92,7 @@ def _are_alike(chunks: Sequence[_Chunk]) -> bool:
     )
 
 
-def _joined(chunks: Sequence[_Chunk]) -> _Chunk:
+def _joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
     last = chunks[-1]
     last.tokens = [token for chunk in chunks for token in chunk.tokens]
     last.logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
@@ -127,8 +100,7 @@ def _joined(chunks: Sequence[_Chunk]) -> _Chunk:
     return last
 
 
-def _checked(parsed: _Chunk) -> GenerateChunk:
-    chunk = GenerateChunk(**vars(parsed))
+def _checked(chunk: GenerateChunk) -> GenerateChunk:
     if not len(chunk.tokens) == len(chunk.logprobs) == len(chunk.policy):
         raise EngineError("chunk: tokens, logprobs and policy must have one entry per token")
     if chunk.top_logprobs and len(chunk.top_logprobs) != len(chunk.tokens):

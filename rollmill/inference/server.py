@@ -9,30 +9,24 @@ import json
 import math
 import signal
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from rollmill.errors import EngineError, RollmillError
 from rollmill.histogram import TEXT_TYPE, exposition
-from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.kind import Embedded
 from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineContext, EngineKind, EngineUnavailable
 from rollmill.inference.engine_wire import chunk_to_json, request_from_json
 from rollmill.inference.follower import EngineFollower, PinnedSource, UpdateSource
 from rollmill.inference.joining import Joining, keep_registered
 from rollmill.inference.lent_engine import Guests
-from rollmill.models.config import ModelConfig
 from rollmill.types import Version
 from rollmill.weights.reading.line_follower import LineFollower
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
-
-if TYPE_CHECKING:
-    from rollmill.models.device import Device
 
 LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_SECONDS = 2.0
@@ -245,23 +239,16 @@ def _refusal(error: RollmillError) -> web.Response:
 
 
 def serve_engine(
-    config: EngineConfig,
-    model: ModelConfig,
+    context: EngineContext,
     store: WeightStore,
     *,
     line: str,
-    name: str,
-    region: str,
     port: int,
     host: str = "127.0.0.1",
-    device: Device = "cpu",
-    form: str = "bf16",
-    exact: bool = False,
     mirror: Mirror | None = None,
     pinned: int | None = None,
     channel: str | None = None,
     token: str | None = None,
-    tokenizer: Path | None = None,
     kind: EngineKind | None = None,
     joining: Joining | None = None,
     tls: ssl.SSLContext | None = None,
@@ -272,55 +259,43 @@ def serve_engine(
     `joining` it registers at a gateway. With `tls` it answers HTTPS.
     """
     source: UpdateSource
-    about = {"engine": name, "region": region}
-    if pinned is None:
-        source = LineFollower(store, line, form, mirror, holder=name, about=about)
+    about = {"engine": context.name, "region": context.region}
+    if pinned is not None:
+        what, name = "version", f"{line}@{pinned}"
+        source = PinnedSource(store, Version(line, pinned), context.form, mirror, holder=context.name, about=about)
+    else:
+        what, name = ("line", line) if channel is None else ("channel", channel)
+        source = LineFollower(store, line, context.form, mirror, holder=context.name, about=about)
         if channel is not None:
             source.follow_channel(channel)
-    else:
-        source = PinnedSource(store, Version(line, pinned), form, mirror, holder=name, about=about)
-    context = EngineContext(name, region, model, config, device, form, exact, tokenizer)
-    what = "version" if pinned is not None else "channel" if channel is not None else "line"
-    serves = {
-        "kind": what,
-        "name": {"version": f"{line}@{pinned}", "channel": channel, "line": line}[what],
-        "context": min(model.max_context, config.cache_tokens),
-    }
-    opened = _serve(
-        kind or Embedded(), context, source, serves, host=host, port=port, tls=tls, token=token, joining=joining
-    )
-    asyncio.run(opened)
+    longest = min(context.model.max_context, context.settings.cache_tokens)
+    serves = {"kind": what, "name": name, "context": longest}
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with (kind or Embedded()).open(context) as engine:
+            follower = EngineFollower(engine, source, context.settings.poll_seconds)
+            async with serving(make_app(engine, follower, token, serves), host, port, tls) as runner:
+                works: list[Awaitable[Any]] = [stop.wait(), follower.run(), asyncio.wrap_future(engine.ended)]
+                if joining is not None:
+                    url = f"http{'s' if tls else ''}://{host}:{runner.addresses[0][1]}"
+                    works.append(keep_registered(joining, context.name, url, region=context.region, form=context.form))
+                await _until_one_ends(works)
+
+    asyncio.run(serve())
 
 
-async def _serve(
-    kind: EngineKind,
-    context: EngineContext,
-    source: UpdateSource,
-    serves: dict[str, Any],
-    *,
-    host: str,
-    port: int,
-    tls: ssl.SSLContext | None,
-    token: str | None,
-    joining: Joining | None,
-) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with kind.open(context) as engine:
-        follower = EngineFollower(engine, source, context.settings.poll_seconds)
-        async with serving(make_app(engine, follower, token, serves), host, port, tls) as runner:
-            works: list[Awaitable[Any]] = [stop.wait(), follower.run(), asyncio.wrap_future(engine.ended)]
-            if joining is not None:
-                url = f"http{'s' if tls else ''}://{host}:{runner.addresses[0][1]}"
-                works.append(keep_registered(joining, context.name, url, region=context.region, form=context.form))
-            tasks = [asyncio.ensure_future(work) for work in works]
-            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)  # the follower returns its leases
-            for task in done:
-                task.result()  # raises the error that stopped the engine
+async def _until_one_ends(works: Sequence[Awaitable[Any]]) -> None:
+    """Cancels the others. Raises the error of the one that ended, which stopped the engine."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)  # the follower returns its leases
+    for task in done:
+        task.result()
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ The weights become version 0 of the line `RunConfig.checkpoint_line`. config.jso
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,5 +83,9 @@ def import_checkpoint(config: RunConfig, weights: WeightStore) -> Version:
 
 def imported_tokenizer(config: RunConfig, weights: WeightStore) -> dict[str, bytes]:
     """The tokenizer, and the files that say how the model chats."""
-    kept = kept_companions(weights.objects, config.checkpoint_line)
-    return {name: kept[name] for name in (TOKENIZER, *CHAT_FILES) if name in kept}
+    return of_tokenizer(kept_companions(weights.objects, config.checkpoint_line))
+
+
+def of_tokenizer(companions: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Those of the files that say how text becomes tokens."""
+    return {name: companions[name] for name in (TOKENIZER, *CHAT_FILES) if name in companions}

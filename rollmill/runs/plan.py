@@ -99,13 +99,29 @@ def plan(config: RunConfig, gpu: Gpu, gpus: int, rollout_tokens: int | None = No
     """The fastest division of `gpus` between trainer and engines for the run's RL stage."""
     stage = _rollout_stage(config)
     assert isinstance(stage, RolloutSettings)
-    model = config.model_of(stage.name)
+    model, lr = config.model_of(stage.name), stage.training.optimizer.lr
     tokens = rollout_tokens or model.max_context // 2
     step_tokens = float(tokens * stage.groups_per_step * stage.group_size)
-    layouts = [
-        _layout(config, stage, model, gpu, ranks, gpus, tokens, step_tokens) for ranks in _divisions(gpus, model, gpu)
-    ]
-    return min(layouts, key=lambda layout: layout.step_seconds)
+    shared = gpus == 1
+
+    def layout(ranks: int) -> Plan:
+        trainer = plan_trainer(model, stage.training, gpu, ranks, tokens)
+        left, settings = gpus if shared else gpus - ranks, config.engine
+        engine = plan_engine(model, gpu, left, settings.max_batch, tokens, shared, settings.fp8_kv)
+        return Plan(
+            gpu=gpu,
+            model=model,
+            trainer=trainer,
+            engine=engine,
+            shared=shared,
+            step_tokens=step_tokens,
+            train_seconds=step_tokens / trainer.tokens_per_second,
+            generate_seconds=step_tokens / (engine.tokens_per_second * engine.engines),
+            delta_bytes=delta_bytes(model, config.form, lr),
+            region_bytes=region_bytes(config, model, lr),
+        )
+
+    return min(map(layout, _divisions(gpus, model, gpu)), key=lambda each: each.step_seconds)
 
 
 def _rollout_stage(config: RunConfig) -> StageSection:
@@ -126,42 +142,6 @@ def _divisions(gpus: int, model: ModelConfig, gpu: Gpu) -> range:
             hint=f"use at least {least + engine} GPUs, or a smaller model",
         )
     return range(least, gpus - engine + 1)
-
-
-def _layout(
-    config: RunConfig,
-    stage: StageSection,
-    model: ModelConfig,
-    gpu: Gpu,
-    ranks: int,
-    gpus: int,
-    tokens: int,
-    step_tokens: float,
-) -> Plan:
-    assert isinstance(stage, RolloutSettings)
-    trainer = plan_trainer(model, stage.training, gpu, ranks, tokens)
-    shared = gpus == 1
-    engine = plan_engine(
-        model,
-        gpu,
-        gpus if shared else gpus - ranks,
-        config.engine.max_batch,
-        tokens,
-        shared,
-        config.engine.fp8_kv,
-    )
-    return Plan(
-        gpu=gpu,
-        model=model,
-        trainer=trainer,
-        engine=engine,
-        shared=shared,
-        step_tokens=step_tokens,
-        train_seconds=step_tokens / trainer.tokens_per_second,
-        generate_seconds=step_tokens / (engine.tokens_per_second * engine.engines),
-        delta_bytes=delta_bytes(model, config.form, stage.training.optimizer.lr),
-        region_bytes=region_bytes(config, model, stage.training.optimizer.lr),
-    )
 
 
 def region_bytes(config: RunConfig, model: ModelConfig, lr: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollmill.chat.chat_files import CHAT_FILES, TEMPLATE
+from rollmill.chat.chat_files import TEMPLATE
 from rollmill.chat.config import ChatConfig
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ from rollmill.kinds import load_object
 from rollmill.models.config import ModelConfig
 from rollmill.models.huggingface.describe import describe_model, describe_rope
 from rollmill.models.huggingface.files import CONFIG
-from rollmill.runs.import_checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer
+from rollmill.runs.import_checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer, of_tokenizer
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.runs.start import import_start
 from rollmill.storage.objects import Objects
@@ -63,7 +63,7 @@ def restore_tokenizer(run: RunDirectory) -> None:
     line = config.stages[0].name if random else config.checkpoint_line
     kept = kept_companions(run.objects(), line)
     if TOKENIZER in kept:
-        _write_beside(run, {name: kept[name] for name in (TOKENIZER, *CHAT_FILES) if name in kept})
+        _write_beside(run, of_tokenizer(kept))
 
 
 def _write_beside(run: RunDirectory, files: Mapping[str, bytes]) -> None:
@@ -102,7 +102,7 @@ def keep_tokenizer(run: RunDirectory, objects: Objects) -> None:
         made.save(run.tokenizer)
         kept = {**_model_files(config.model_of(line), made, config.chat), TOKENIZER: run.tokenizer.read_bytes()}
     keep_companions(objects, line, kept)
-    _write_beside(run, {name: kept[name] for name in (TOKENIZER, *CHAT_FILES) if name in kept})
+    _write_beside(run, of_tokenizer(kept))
 
 
 def describe_longer(weights: WeightStore, parent: Version, line: str, model: ModelConfig) -> None:

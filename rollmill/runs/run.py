@@ -114,9 +114,7 @@ class RunDirectory:
                 hint=f"`rollmill train --resume {self.path}` continues it; another `name` starts a new one",
             ) from None
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written: {error.strerror}", hint="check owner and mode of the directory above"
-            ) from None
+            raise self._unwritable(error) from None
 
     def rewrite(self, config: RunConfig) -> RunDirectory:
         """The run with another configuration, in its run.json too. The caller holds the run's lock."""
@@ -124,10 +122,12 @@ class RunDirectory:
         try:
             os.replace(run._draft(), self.path / "run.json")
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written: {error.strerror}", hint="check owner and mode of the directory above"
-            ) from None
+            raise self._unwritable(error) from None
         return run
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        problem = f"{self.path} cannot be written: {error.strerror}"
+        return ConfigError(problem, hint="check owner and mode of the directory above")
 
     def _draft(self) -> str:
         """Write what run.json will hold to a file beside it, which only its owner can read. Returns the file's name."""

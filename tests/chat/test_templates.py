@@ -76,7 +76,7 @@ def play(session: Session, messages: list[Message], tools: list[Tool], format: T
             plan = session.plan(sent, tools, format)
         plans.append(plan)
         if not plan.opens:
-            new = len(plan.context) - session.segments[plan.segment].length
+            new = len(plan.tokens) - session.segments[plan.segment].length
             again = len(made) - new
             assert (again, made) == (0, plan.prompt), f"{again} tokens were tokenised again"
         if message is None:
@@ -102,10 +102,10 @@ def check(case: Published, messages: list[Message], tools: list[Tool], **convent
     causes: list[str] = []
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     for plan, place in zip(play(session, messages, tools, case.format), [*places, len(messages)], strict=True):
-        assert plan.context == case.expected(as_sent(messages[:place], **convention), tools), f"turn at {place}"
+        assert list(plan.tokens) == case.expected(as_sent(messages[:place], **convention), tools), f"turn at {place}"
         causes.append(plan.cause if plan.opens else "")
         if not plan.opens:
-            assert len(plan.prompt) < len(plan.context) and plan.inherited > 0
+            assert len(plan.prompt) < len(plan.tokens) and plan.inherited > 0
     return causes
 
 
@@ -154,7 +154,7 @@ def test_smollm3_keeps_reasoning_in_the_text() -> None:
     session = Session(SessionFacts("t", "rollout"))
     plans = play(session, thinking(CHAT), [], case.format)
     assert [plan.cause if plan.opens else "" for plan in plans] == ["start", "", ""]
-    assert plans[-1].context == case.expected(texts, [])
+    assert list(plans[-1].tokens) == case.expected(texts, [])
 
 
 def test_deepseek_r1_drops_all_reasoning() -> None:
@@ -278,7 +278,7 @@ def test_agents_of_models_whose_template_knows_no_calls(name: str) -> None:
     case = published(name)
     plans = play(Session(SessionFacts("t", "rollout")), AGENT, TOOLS, case.format)
     assert [plan.cause if plan.opens else "" for plan in plans] == KEPT
-    text = case.tokenizer.decode(plans[-1].context)
+    text = case.tokenizer.decode(list(plans[-1].tokens))
     assert '"name": "read"' in text and "def add(a, b):" in text and "Now double." in text
 
 
@@ -372,7 +372,7 @@ def test_midnight_begins_no_segment(name: str, dates: tuple[str, str], monkeypat
 
     def written(messages: list[Message]) -> tuple[Plan, list[bool]]:
         plan = session.plan(messages, tools, case.format)
-        text = case.tokenizer.decode(plan.context)
+        text = case.tokenizer.decode(list(plan.tokens))
         return plan, [date in text for date in dates]
 
     plan, found = written([USER])

@@ -234,7 +234,7 @@ async def test_beyond_loopback_it_needs_a_key_with_the_scope_read(run: RunDirect
     store = KeyStore(open_database(run.database_url), run.id)
     (reader, secret), (_, other) = store.create(["read"]), store.create(["production"])
     source = Source.of_run(run.path)
-    ring = KeyRing(KeyStore(source.database, run.id), admin_token=None, production_key=None, cache_s=0.0)
+    ring = KeyRing(KeyStore(source.database, run.id), {}, cache_s=0.0)
     client = await visit(source, ring)
 
     async def ask(authorization: str | None, path: str = "/live") -> int:

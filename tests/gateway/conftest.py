@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +18,12 @@ from sqlalchemy import Engine
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway import garbage_policy
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.gateway_parts import GatewayInputs
+from rollmill.gateway.recording.entries import LogEntry, scan_entries
 from rollmill.gateway.routing.fleet import Fleet
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -33,6 +37,20 @@ USER = {"role": "user", "content": "Fix add."}
 ENGINE = "engine-secret"
 _LONGEST_S = 240.0  # against hangs only: a broken promise may be one
 QUICK = GatewayConfig(engine_wait_s=1.0, health_interval_s=0.02)
+
+
+def read_entries(log: bytes) -> list[tuple[int, int, LogEntry]]:
+    """Begin, end and contents of each entry of a session log."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(log)
+        return list(scan_entries(file.fileno()))
+
+
+def collect_as_usual() -> None:
+    """Undo `garbage_policy.collect_little`."""
+    gc.callbacks.remove(garbage_policy._leave)
+    gc.set_threshold(700, 10, 10)
+    gc.unfreeze()
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
@@ -124,6 +142,9 @@ class Mill:
     format: CompactFormat
     tokenizer: Tokenizer
     stack: contextlib.AsyncExitStack
+
+    def log_entries(self) -> list[tuple[int, int, LogEntry]]:
+        return read_entries((self.directory / "gateway" / "sessions.log").read_bytes())
 
     async def engine(self, stand_in: StandIn) -> EngineEndpoint:
         server = TestServer(stand_in.app())

@@ -64,7 +64,7 @@ async def main(directory: Path, tokens: int) -> None:
     store = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
     store.create("run", "g", "t", ["a"], {})
     recorder = Recorder(directory / "gateway", compact_bytes=1 << 40)
-    registry = Registry("secret", keep_routes=False)
+    registry = Registry("secret")
     replay(registry, recorder.replay())
     recorder.start()
     facts = SessionFacts("a", run="run", group_id="g", task_id="t")

@@ -13,7 +13,6 @@ import aiohttp
 import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.recording.entries import read_entries
 from rollmill.gateway.recording.sealing import payload_key
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.trajectory_store import TrajectoryStore
@@ -151,7 +150,8 @@ async def test_a_seal_interrupted_at_any_point_is_finished_by_the_next_process(
         gateway.kill()
         log = mill.directory / "gateway" / "sessions.log"
         data = log.read_bytes()
-        log.write_bytes(b"".join(data[begin:end] for begin, end, record in read_entries(data) if record.op != "close"))
+        entries = mill.log_entries()
+        log.write_bytes(b"".join(data[begin:end] for begin, end, record in entries if record.op != "close"))
         payload = mill.directory / "store" / payload_key("unstored")
         content = payload.read_bytes()
         payload.unlink()

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from rollmill.cli.main import app
 from rollmill.config import load_config
 from rollmill.errors import GatewayError
-from rollmill.gateway.recording.entries import read_entries
 from rollmill.gateway.recording.forgetting import forget_in_log
 from rollmill.gateway.recording.replaying import read_sessions
 from rollmill.gateway.sessions.registry import pseudonym
@@ -77,7 +76,7 @@ async def test_nothing_stays_of_an_answer_that_is_being_recorded(
         disk.hang()
         asked = asyncio.create_task(door.ask(LIVE, [PRIVATE], user="ann"))
         await until(lambda: _is_written(mill, b"private words"))
-        ((_, _, entry), *_) = read_entries((mill.directory / "gateway" / "sessions.log").read_bytes())
+        ((_, _, entry), *_) = mill.log_entries()
         path = ("POST", "/forget", OF_ANN) if forgets else ("DELETE", f"/sessions/{entry.session}")
         ended = asyncio.create_task(door.admin(*path))
         await asyncio.wait([ended], timeout=0.05)  # it arrives while the disk is busy

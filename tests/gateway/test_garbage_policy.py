@@ -15,7 +15,7 @@ from aiohttp import web
 from rollmill.gateway import garbage_policy as garbage
 from rollmill.gateway.access.account import Account
 from rollmill.gateway.sessions.sessions import Session
-from tests.gateway.conftest import USER, Answers, Mill, until
+from tests.gateway.conftest import USER, Answers, Mill, collect_as_usual, until
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn
 
@@ -69,7 +69,7 @@ async def test_objects_in_use_are_left_alone_until_nobody_asks(monkeypatch: pyte
             await collecting
         assert len(gc.get_objects()) < 3 * garbage._NEW_OBJECTS < len(kept)
     finally:
-        garbage.collect_as_usual()
+        collect_as_usual()
 
 
 async def test_a_look_that_takes_long_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ async def test_a_look_that_takes_long_is_rare(monkeypatch: pytest.MonkeyPatch) -
         await until(is_collected)
     finally:
         collecting.cancel()
-        garbage.collect_as_usual()
+        collect_as_usual()
 
 
 async def test_memory_that_grows_is_a_reason_to_look(
@@ -119,14 +119,14 @@ async def test_memory_that_grows_is_a_reason_to_look(
 
         await until(is_collected)
         assert gc.isenabled() and "all requests waited for" in caplog.text
-        garbage.collect_as_usual()
+        collect_as_usual()
         told, old = len(caplog.records), cycle_that_was_in_use(holding=b"x" * (128 << 20))
         for _ in range(20):
             await asyncio.sleep(0)
         assert old() is not None and len(caplog.records) == told  # now it is Python's to look
     finally:
         if garbage._leave in gc.callbacks:
-            garbage.collect_as_usual()
+            collect_as_usual()
         collecting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await collecting

@@ -36,7 +36,7 @@ from rollmill.gateway.recording.entries import encode_open, encode_turn
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.recording.replaying import replay
 from rollmill.gateway.sessions.causes import Declared
-from rollmill.gateway.sessions.flights import Flight
+from rollmill.gateway.sessions.flights import Asked, Flight
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
 from rollmill.gateway.wire.answer import Answer
@@ -143,11 +143,11 @@ class Histories(RuleBasedStateMachine):
             messages = mutate(messages, kind, draw, len(self.recorded))
         messages = json.loads(json.dumps(messages))
         plan = self.session.plan(messages, TOOLS, self.format, Declared(declared) if declared else None)
-        assert plan.encoded is None or json.loads(plan.encoded) == plan.context
+        assert plan.encoded is None or json.loads(plan.encoded) == list(plan.tokens)
         if kept and kind in ("extend", "same"):
-            assert plan.context[: len(kept)] == kept  # nothing is tokenised again
+            assert list(plan.tokens)[: len(kept)] == kept  # nothing is tokenised again
         stack = contextlib.ExitStack()
-        flight = stack.enter_context(self.session.flight(plan, messages, TOOLS, None, lambda: False))
+        flight = stack.enter_context(self.session.flight(plan, Asked(messages, TOOLS, None), lambda: False))
         assert len({each.cache for each in self.session.flights}) == len(self.session.flights)
         self.in_flight.append(Request(messages, plan, stack, flight))
 
@@ -164,12 +164,12 @@ class Histories(RuleBasedStateMachine):
         segment = self.registry.append(self.session, turn)
         segment.delivered = True
         request.stack.close()
-        assert segment.tokens == request.plan.context + tokens
-        self.recorded.append(Recorded(request.plan.context, tokens, logprob))
+        assert segment.tokens == list(request.plan.tokens) + tokens
+        self.recorded.append(Recorded(list(request.plan.tokens), tokens, logprob))
         self.conversations.append(([*request.messages, turn.answer.message], segment.tokens))
 
     def _answer(self, plan: Plan, tokens: list[int], logprob: float, cut: bool) -> Answer:
-        start, finish = len(plan.context), "abort" if cut else "stop"
+        start, finish = len(plan.tokens), "abort" if cut else "stop"
         sampling = Sampling()
         span = Span(start, start + len(tokens), sampling, finish, "e", "home", "rollout", 0.0, 1.0, 0)  # type: ignore[arg-type]
         return Answer(
@@ -221,8 +221,6 @@ def check(trajectory: Trajectory, recorded: list[Recorded]) -> None:
             logprobs = segment.logprobs[span.start : span.end]
             tokens = segment.tokens.tolist()
             found.append((tokens[: span.start], tokens[span.start : span.end], sorted({float(x) for x in logprobs})))
-        if segment.routes_valid is not None:
-            assert segment.routes_valid[:-1].all()
     assert sorted(found) == sorted((each.context, each.tokens, [each.logprob]) for each in recorded)
     assert sum(int(segment.sampled.sum()) for segment in trajectory.segments) == sum(
         len(each.tokens) for each in recorded

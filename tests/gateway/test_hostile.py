@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
-from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_turn, read_entries
+from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_turn
 from rollmill.gateway.recording.replaying import replay
 from rollmill.gateway.sessions.registry import Registry
 from rollmill.gateway.sessions.sessions import Session, parse_facts
@@ -30,6 +30,7 @@ from rollmill.trajectories.payload import decode_trajectory, encode_trajectory
 from rollmill.trajectories.trajectory_store import TrajectoryStore
 from rollmill.types import PolicyRef, Span
 from tests.chat.conftest import TOOLS, tokenizer  # noqa: F401
+from tests.gateway.conftest import read_entries
 
 TEXT = st.text(st.characters(), max_size=10) | st.sampled_from(["\0", "\ud800", "\udc00x", "x" * 300, "<|im_end|>"])
 LEAVES = st.none() | st.booleans() | st.floats() | st.integers() | st.sampled_from([10**400, 1e300]) | TEXT
@@ -64,7 +65,7 @@ def test_any_request_is_refused_or_recorded(format: CompactFormat, tree: Any) ->
     except GatewayError:
         return
     tokens = format.stop_tokens[:1]
-    span = Span(len(plan.context), len(plan.context) + 1, chat.sampling, "stop", "e", "home", "rollout", 1.0, 2.0, 0)
+    span = Span(len(plan.tokens), len(plan.tokens) + 1, chat.sampling, "stop", "e", "home", "rollout", 1.0, 2.0, 0)
     answer = Answer(
         tokens=list(tokens),
         logprobs=[-1.0],

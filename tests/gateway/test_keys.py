@@ -49,7 +49,7 @@ def test_a_key_is_kept_as_a_hash_and_listed_and_revoked(database_url: str) -> No
 
 async def test_a_ring_finds_valid_keys_only(tmp_path: Path) -> None:
     store = KeyStore(open_database(f"sqlite:///{tmp_path}/mill.db"), "run")
-    ring = KeyRing(store, admin_token="root", production_key="live", cache_s=0.0)
+    ring = KeyRing(store, {"admin": "root", "production": "live"}, cache_s=0.0)
     key, secret = store.create(["read"])
     _, expired = store.create(["read"], expires_at=time.time() - 1)
     assert await ring.find(secret) == key
@@ -68,7 +68,7 @@ async def test_a_database_that_is_down_does_not_stop_known_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = KeyStore(open_database(f"sqlite:///{tmp_path}/mill.db"), "run")
-    ring = KeyRing(store, admin_token="root", production_key=None, cache_s=0.0)
+    ring = KeyRing(store, {"admin": "root"}, cache_s=0.0)
     key, secret = store.create(["read"])
     assert await ring.find(secret) == key
     open_database(f"sqlite:///{tmp_path}/mill.db").dispose()
@@ -182,7 +182,7 @@ async def test_many_requests_with_one_new_key_ask_the_database_once(tmp_path: Pa
             return super().find(id)
 
     store = Counting(open_database(f"sqlite:///{tmp_path}/mill.db"), "run")
-    ring = KeyRing(store, admin_token="root", production_key=None)
+    ring = KeyRing(store, {"admin": "root"})
     key, secret = store.create(["read"])
     assert await asyncio.gather(*[ring.find(secret) for _ in range(20)]) == [key] * 20
     assert await ring.find(f"rmk-{key.id}-wrong") is None
@@ -238,7 +238,7 @@ def slow(tmp_path: Path) -> Iterator[Slow]:
 
 
 async def test_a_database_that_hangs_does_not_stop_known_keys(slow: Slow) -> None:
-    ring = KeyRing(slow, admin_token="root", production_key=None, cache_s=0.0)
+    ring = KeyRing(slow, {"admin": "root"}, cache_s=0.0)
     key, secret = slow.create(["read"])
     assert await ring.find(secret) == key
     slow.ready.clear()
@@ -254,7 +254,7 @@ async def test_a_database_that_hangs_does_not_stop_known_keys(slow: Slow) -> Non
 
 
 async def test_a_flood_of_unknown_keys_is_bounded_and_known_keys_stay(slow: Slow) -> None:
-    ring = KeyRing(slow, admin_token="root", production_key=None, cache_s=3600.0)
+    ring = KeyRing(slow, {"admin": "root"}, cache_s=3600.0)
     key, secret = slow.create(["read"])
     assert await ring.find(secret) == key
     assert [await ring.find(f"rmk-{id}-x") for id in ("no id", "ABCDEF01", "0" * 9, "é" * 8)] == [None] * 4

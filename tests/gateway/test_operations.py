@@ -19,14 +19,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.errors import ConfigError
-from rollmill.gateway.garbage_policy import collect_as_usual
 from rollmill.gateway.watching.observer import ACCESS_LOG
 from rollmill.launch.roles.gateway import prepare_process, tls_context
 from rollmill.launch.services import health
 from rollmill.runs.free_ports import free_ports
 from rollmill.runs.run import RunDirectory
 from scripts.reference_pages import gateway_document
-from tests.gateway.conftest import QUICK, USER, Answers, Mill
+from tests.gateway.conftest import QUICK, USER, Answers, Mill, collect_as_usual
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn
 from tests.runs.conftest import make_config

@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollmill.gateway.recording.entries import read_entries
 from rollmill.gateway.sessions.waits import Waits
 from rollmill.inference.engine import GenerateChunk
 from tests.chat.conftest import TOOLS
@@ -84,8 +83,7 @@ async def test_a_large_request_that_is_repeated_while_it_is_planned_is_answered_
 
 def read_record(mill: Mill) -> dict[str, int]:
     """The number of turns of each segment in the log."""
-    log = (mill.directory / "gateway" / "sessions.log").read_bytes()
-    segments = [entry.header["segment"] for _, _, entry in read_entries(log) if entry.op == "turn"]
+    segments = [entry.header["segment"] for _, _, entry in mill.log_entries() if entry.op == "turn"]
     return {segment: segments.count(segment) for segment in segments}
 
 
@@ -174,8 +172,7 @@ async def test_a_session_knows_its_waits_before_its_first_answer_and_after_a_res
 
 
 def _waits(mill: Mill) -> list[float]:
-    log = (mill.directory / "gateway" / "sessions.log").read_bytes()
-    return [entry.header["seconds"] for _, _, entry in read_entries(log) if entry.op == "waited"]
+    return [entry.header["seconds"] for _, _, entry in mill.log_entries() if entry.op == "waited"]
 
 
 async def _waits_are_kept(mill: Mill) -> bool:

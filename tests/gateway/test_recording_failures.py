@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rollmill.gateway.recording import recorder
-from rollmill.gateway.recording.entries import read_entries
 from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_recorder import full_disk
@@ -106,8 +105,7 @@ async def test_a_disk_that_hangs_costs_production_its_record_and_not_its_answer(
     assert (await rollout)[0] == 200
     assert len((await door.seal("a")).segments) == 1
     # log and index mark both as incomplete, with the reason: they are not sealed and never trained on
-    log = (mill.directory / "gateway" / "sessions.log").read_bytes()
-    assert {entry.session for _, _, entry in read_entries(log) if entry.op == "incomplete"} == {recorded, fresh}
+    assert {entry.session for _, _, entry in mill.log_entries() if entry.op == "incomplete"} == {recorded, fresh}
     for trajectory in (recorded, fresh):
         await until(lambda id=trajectory: _is(door, id, "failed"))
         assert "not recorded completely" in str(door.trajectories.get(trajectory).reason)
@@ -188,5 +186,4 @@ async def test_a_served_conversation_is_listed_at_once(mill: Mill, answers: Answ
 
 async def _is_ending(mill: Mill, id: str) -> bool:
     """Whether the seal of the session is in the log file, although the disk has not confirmed it."""
-    log = (mill.directory / "gateway" / "sessions.log").read_bytes()
-    return any(entry.session == id and entry.op == "seal" for _, _, entry in read_entries(log))
+    return any(entry.session == id and entry.op == "seal" for _, _, entry in mill.log_entries())

@@ -11,7 +11,7 @@ import pytest
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
-from rollmill.gateway.recording.entries import decode_turn, encode_turn, read_entries
+from rollmill.gateway.recording.entries import decode_turn, encode_turn
 from rollmill.gateway.sessions.causes import Declared, read_declared
 from rollmill.gateway.sessions.segments import OpenSegment, Turn
 from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
@@ -20,7 +20,7 @@ from rollmill.training.rl.credit import credit_of
 from rollmill.trajectories.invariants import check_trajectory
 from rollmill.types import PolicyRef, Sampling, Segment, Span
 from tests.chat.conftest import TOOLS
-from tests.gateway.conftest import USER, Answers
+from tests.gateway.conftest import USER, Answers, read_entries
 
 POLICY = PolicyRef("main", 1, "bf16", "d")
 
@@ -40,7 +40,7 @@ def answered(
 ) -> Plan:
     """Plans a request and records these tokens as its answer."""
     plan = session.plan(messages, tools, format, declared)
-    start = len(plan.context)
+    start = len(plan.tokens)
     span = Span(start, start + len(tokens), Sampling(), "stop", "e", "home", "rollout", 0.0, 1.0, 0)
     answer = Answer(
         tokens=tokens,
@@ -56,7 +56,7 @@ def answered(
     (_, _, record), *_ = read_entries(encode_turn("t", plan.turn(answer)))
     append(session, decode_turn(record))  # through the bytes of the log: replay and live recording are the same
     assert session.latest is not None
-    assert session.latest.tokens == plan.context + tokens
+    assert session.latest.tokens == list(plan.tokens) + tokens
     session.latest.delivered = True
     return plan
 
@@ -93,7 +93,7 @@ def test_an_edited_message_shares_the_tokens_before_it(
     plan = answered(session, format, [system, user("y")], answers.text("two"))
     assert plan.parent == ("t.0", len(tokenizer.encode("Be brief.")) + 2)  # <system> … <user>
     assert (plan.cause, plan.opens) == ("edit", True)
-    assert plan.context == format.render_start([system, user("y")], TOOLS)
+    assert list(plan.tokens) == format.render_start([system, user("y")], TOOLS)
 
 
 def test_a_dropped_answer_branches_off_before_its_request(format: CompactFormat, answers: Answers) -> None:
@@ -102,7 +102,7 @@ def test_a_dropped_answer_branches_off_before_its_request(format: CompactFormat,
     answered(session, format, [USER], answers.text("one"))
     answered(session, format, [USER, one, user("a")], answers.text("two"))
     plan = answered(session, format, [USER, one, user("a"), user("b")], answers.text("three"))
-    assert plan.context == (
+    assert list(plan.tokens) == (
         format.render_start([USER], TOOLS)
         + answers.text("one")
         + format.render_turn([user("a"), user("b")], TOOLS, answer_closed=True)
@@ -209,7 +209,7 @@ def test_declared_sub_agents_and_summaries(format: CompactFormat, answers: Answe
     # a sub-agent that gets the whole conversation of its caller
     whole = [USER, {"role": "assistant", "content": "one"}, user("Help.")]
     plan = answered(session, format, whole, answers.text("three"), declared=Declared("sub_agent", "t.0"))
-    assert (plan.cause, plan.opens, plan.context[: len(session.segments["t.0"].tokens)]) == (
+    assert (plan.cause, plan.opens, list(plan.tokens)[: len(session.segments["t.0"].tokens)]) == (
         "sub_agent",
         True,
         session.segments["t.0"].tokens,

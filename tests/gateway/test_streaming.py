@@ -18,7 +18,7 @@ from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.workers import _Forwarded
+from rollmill.gateway.workers import relay as relay_answer
 from tests.chat.conftest import HERMES_TOKENS, TOOLS
 from tests.chat.test_streaming import KINDS
 from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill, until
@@ -65,7 +65,7 @@ async def passing_on(url: str, reader_wait_s: float) -> AsyncIterator[str]:
     async def relay(http: web.Request) -> web.StreamResponse:
         headers = {"Authorization": http.headers["Authorization"]}
         async with client.post(url + http.path, data=await http.read(), headers=headers) as response:
-            return await _Forwarded(http, reader_wait_s).relay(response, {})
+            return await relay_answer(http, response, web.StreamResponse(), reader_wait_s)
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", relay)

@@ -24,14 +24,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.recording.entries import LogEntry, encode_open, encode_waited, read_entries
+from rollmill.gateway.recording.entries import LogEntry, encode_open, encode_waited
 from rollmill.gateway.recording.recorder import Recorder
 from rollmill.gateway.recording.replaying import read_sessions
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.replicas import Gateways
 from rollmill.gateway.sessions.sessions import SessionFacts
 from rollmill.gateway.workers import Workers, log_directories, log_directory, opening, share
-from tests.gateway.conftest import USER, Answers, Door, Mill, until
+from tests.gateway.conftest import USER, Answers, Door, Mill, read_entries, until
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_crash import persistent, process, up

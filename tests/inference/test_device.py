@@ -60,7 +60,7 @@ def make_generations(lengths: Sequence[int]) -> list[Generation]:
     generations = []
     for number, length in enumerate(lengths):
         tokens = random.integers(0, TINY.vocab_size, length).tolist()
-        one = Generation(number, request(tokens), False, 256, 0, lambda chunk: None)
+        one = Generation(number, request(tokens), False, 256, lambda chunk: None, 0)
         one.blocks = [pages.pop() for _ in range(length // BLOCK_SIZE + 2)]
         generations.append(one)
     return generations

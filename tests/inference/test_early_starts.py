@@ -47,8 +47,8 @@ def make_generations(rows: int) -> list[Generation]:
             request(tokens, seed=number, max_tokens=3 * STEPS),
             False,
             SMOLLM2.max_context,
-            0,
             lambda chunk: None,
+            0,
         )
         one.blocks = [pages.pop() for _ in range((len(tokens) + 2 * STEPS) // PAGE + 1)]
         made.append(one)

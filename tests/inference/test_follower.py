@@ -275,18 +275,17 @@ SERVE = """
 import json, sys
 from rollmill.config import validate_config
 from rollmill.inference.config import EngineConfig
+from rollmill.inference.engine import EngineContext
 from rollmill.inference.server import serve_engine
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
 from rollmill.weights.reading.weight_store import WeightStore
 
 config, model, store, port = sys.argv[1:]
-serve_engine(
-    validate_config(EngineConfig, json.loads(config), "test"),
-    validate_config(ModelConfig, json.loads(model), "test"),
-    WeightStore(Objects.open(store)),
-    line="main", name="engine-home", region="home", port=int(port),
-)
+settings = validate_config(EngineConfig, json.loads(config), "test")
+shape = validate_config(ModelConfig, json.loads(model), "test")
+context = EngineContext("engine-home", "home", shape, settings, "cpu", "bf16", False, None)
+serve_engine(context, WeightStore(Objects.open(store)), line="main", port=int(port))
 """
 
 

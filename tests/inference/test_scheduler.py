@@ -37,7 +37,7 @@ def make_generation(
         traffic,
         min_version=min_version,
     )
-    return Generation(number, request, False, min(prompt + new, CONFIG.cache_tokens), 0, lambda chunk: None)
+    return Generation(number, request, False, min(prompt + new, CONFIG.cache_tokens), lambda chunk: None, 0)
 
 
 def run(scheduler: Scheduler, work: list[Work]) -> list[Generation]:

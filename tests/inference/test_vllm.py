@@ -99,7 +99,7 @@ def test_the_cache_has_room_for_the_tokens_that_were_asked_for(tmp_path: Path) -
 
 def generation(**sampling: object) -> Generation:
     wanted = request(**sampling)
-    return Generation(1, wanted, False, len(PROMPT) + 12, TINY.vocab_size, lambda chunk: None)
+    return Generation(1, wanted, False, len(PROMPT) + 12, lambda chunk: None, TINY.vocab_size)
 
 
 def test_a_later_leg_asks_for_the_rest_with_another_seed() -> None:

@@ -84,7 +84,7 @@ def test_an_engine_keeps_one_latent_for_all_heads() -> None:
 
 def _generation(tokens: list[int], blocks: list[int]) -> Generation:
     request = GenerateRequest("s", list(tokens), Sampling(max_tokens=1))
-    generation = Generation(0, request, False, 64, 0, lambda chunk: None)
+    generation = Generation(0, request, False, 64, lambda chunk: None, 0)
     generation.blocks = blocks
     return generation
 

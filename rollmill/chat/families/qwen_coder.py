@@ -14,7 +14,7 @@ from typing import Any
 from rollmill.chat.call_grammar import arguments_of, json_rule, mark_rule, repeated, text_rule
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily, read_json, to_json
+from rollmill.chat.tool_calls import Call, CallFamily, properties_of, read_json, to_json
 
 _FUNCTION = "<function="
 _START = "<tool_call>"
@@ -45,7 +45,7 @@ class QwenCoderCalls(CallFamily):
             required = schema.get("required")
             required = required if isinstance(required, list) else []
             parts = []
-            for place, key in enumerate(_properties(name, tools)):
+            for place, key in enumerate(properties_of(tools)[name]):
                 part = f"{text_rule(f'<parameter={key}>' + chr(10))} value{number}_{place}"
                 parts.append(part if key in required else f"({part})?")
                 rules.append(_value_rules(f"value{number}_{place}", key, schema))
@@ -61,7 +61,7 @@ def _parse(body: str, tools: Sequence[Tool]) -> Call:
     left = _PARAMETER.sub("", inner).strip()
     if not closed or not ended or left:
         return name.strip() if closed else "invalid", f"{_FUNCTION}{body}"
-    schemas = _properties(name.strip(), tools)
+    schemas = properties_of(tools).get(name.strip(), {})
     return name.strip(), to_json({key: _typed(value, schemas.get(key)) for key, value in _PARAMETER.findall(inner)})
 
 
@@ -93,14 +93,6 @@ def _value_rules(name: str, key: str, schema: Mapping[str, Any]) -> str:
         return f'{name}: ("True" | "False" | "true" | "false") {end}\n'
     shared = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
     return f"{name}: {name}_json {end}\n{name}_json: {json_rule({**own, **shared})}\n"
-
-
-def _properties(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            properties = (tool["function"].get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
 
 
 def _kind(schema: Any) -> Any:

@@ -28,6 +28,7 @@ from rollmill.chat.format import (
     message_calls,
 )
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.chat.tool_calls import properties_of
 
 SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", "<call>", "<arg>")
 
@@ -48,7 +49,7 @@ class CompactFormat(ChatFormat):
 
     def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
         calls = []
-        for name, properties in _properties(tools).items():
+        for name, properties in properties_of(tools).items():
             calls.append(json.dumps(name) + " <arg> value" * len(properties))
         several = "" if single else " (<call> call)*"
         return f"calls: call{several}\ncall: {' | '.join(calls)}\nvalue: /(?s:.)*/\n"
@@ -80,7 +81,7 @@ class CompactFormat(ChatFormat):
         content = None
         if parts[0][:1] == [self._text]:
             content = self._tokenizer.decode(parts.pop(0)[1:])
-        schemas = _properties(tools)
+        schemas = properties_of(tools)
         return assistant_message(content, [self._parse_call(part, schemas) for part in parts])
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
@@ -99,7 +100,7 @@ class CompactFormat(ChatFormat):
         parts: list[list[str | int]] = []
         if message.get("content") or not message.get("tool_calls"):
             parts.append([self._text, message.get("content") or ""])
-        schemas = _properties(tools)
+        schemas = properties_of(tools)
         for name, arguments in message_calls(message):
             part: list[str | int] = [name]
             for argument in _positional(arguments, schemas.get(name)):
@@ -127,12 +128,6 @@ class CompactFormat(ChatFormat):
             for (key, schema), argument in zip(properties.items(), arguments, strict=False)
         }
         return name, json.dumps(values, ensure_ascii=False)
-
-
-def _properties(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    return {
-        tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
-    }
 
 
 def _positional(arguments: str, properties: Mapping[str, Any] | None) -> list[str]:

@@ -10,7 +10,6 @@ them and plain text where not; text from users and tools is always spelled out (
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 
 from rollmill.chat.call_stream import call_stream
@@ -24,11 +23,12 @@ from rollmill.chat.format import (
     assistant_message,
     message_calls,
 )
+from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.chat.tool_calls import write_call
 
 _CALLS = HermesCalls()
-_MARKS = re.compile(r"(<\|im_start\|>|<\|im_end\|>|</?tool_call>|</?tool_response>)")
+_PROMPT = "<|im_start|>assistant\n"
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -51,6 +51,7 @@ class HermesFormat(ChatFormat):
     def __init__(self, tokenizer: Tokenizer, *, tools_in_prompt: bool = True) -> None:
         """`tools_in_prompt=False` keeps prompts short, for a model that has learnt its tools."""
         self._tokenizer = tokenizer
+        self._spelling = Spelling(tokenizer)
         self._tools_in_prompt = tools_in_prompt
         tokenizer.token_id("<|im_start|>")
         end_of_text = tokenizer.find_token("<|endoftext|>")
@@ -62,10 +63,9 @@ class HermesFormat(ChatFormat):
         return _CALLS.grammar(tools, self._tokenizer, single)
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        writer = _Writer(self._tokenizer)
-        self._write_system(writer, messages, tools if self._tools_in_prompt else ())
-        self._write(writer, messages[1:] if messages and messages[0]["role"] == "system" else messages)
-        return writer.mark("<|im_start|>assistant\n").tokens()
+        given = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        system = self._system(given or "", tools if self._tools_in_prompt else ())
+        return self._encode(system + self._written(messages if given is None else messages[1:]) + _PROMPT)
 
     def render_turn(
         self,
@@ -76,15 +76,10 @@ class HermesFormat(ChatFormat):
         history: Sequence[Message] = (),
         answer: Sequence[int] = (),
     ) -> list[int]:
-        writer = _Writer(self._tokenizer)
-        writer.mark("\n" if answer_closed else "<|im_end|>\n")
-        self._write(writer, messages)
-        return writer.mark("<|im_start|>assistant\n").tokens()
+        return self._encode(("\n" if answer_closed else "<|im_end|>\n") + self._written(messages) + _PROMPT)
 
     def render_answer(self, message: Message, tools: Sequence[Tool], *, history: Sequence[Message] = ()) -> list[int]:
-        writer = _Writer(self._tokenizer)
-        self._write_answer(writer, message)
-        return writer.mark("<|im_end|>").tokens()
+        return self._encode(self._answer(message) + "<|im_end|>")
 
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
         end = len(tokens) - 1 if tokens and tokens[-1] in self.stop_tokens else len(tokens)
@@ -95,73 +90,42 @@ class HermesFormat(ChatFormat):
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
         closings = ("<|im_end|>", "<|endoftext|>")
         calls = call_stream(_CALLS, closings)
-        return ContentStream(self._tokenizer, ends=("<tool_call>", *closings, *stops), drop_blank=True, calls=calls)
+        return ContentStream(
+            self._tokenizer, ends=("<tool_call>", *closings, *stops), drop_blank=True, read_calls=calls
+        )
 
-    def _write_system(self, writer: _Writer, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_marked(self._spelling.marked(text), after=self._end)
+
+    def _text(self, text: str) -> str:
+        """Text of users and tools: it spells no special token, whatever it says."""
+        return str(self._spelling.breaking(text))
+
+    def _system(self, system: str, tools: Sequence[Tool]) -> str:
         if not system and not tools:
-            return
-        writer.mark("<|im_start|>system\n").text(system)
+            return ""
+        told = self._text(system)
         if tools:
             signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            before, after = _TOOLS.format(signatures="\0").split("\0")
-            writer.mark("\n\n" + before if system else before).text(signatures).mark(after)
-        writer.mark("<|im_end|>\n")
+            told += ("\n\n" if system else "") + _TOOLS.format(signatures=self._text(signatures))
+        return f"<|im_start|>system\n{told}<|im_end|>\n"
 
-    def _write(self, writer: _Writer, messages: Sequence[Message]) -> None:
-        for block in _blocks(messages):
-            role = block[0]["role"]
-            writer.mark(f"<|im_start|>{'user' if role == 'tool' else role}\n")
-            if role == "tool":
-                for index, message in enumerate(block):
-                    writer.mark("\n<tool_response>\n" if index else "<tool_response>\n")
-                    writer.text(message["content"]).mark("\n</tool_response>")
-            elif role == "assistant":
-                self._write_answer(writer, block[0])
-            else:
-                writer.text(block[0]["content"])
-            writer.mark("<|im_end|>\n")
+    def _written(self, messages: Sequence[Message]) -> str:
+        return "".join(map(self._block, _blocks(messages)))
 
-    def _write_answer(self, writer: _Writer, message: Message) -> None:
+    def _block(self, block: Sequence[Message]) -> str:
+        role = block[0]["role"]
+        if role == "tool":
+            results = [f"<tool_response>\n{self._text(each['content'])}\n</tool_response>" for each in block]
+            return f"<|im_start|>user\n{chr(10).join(results)}<|im_end|>\n"
+        written = self._answer(block[0]) if role == "assistant" else self._text(block[0]["content"])
+        return f"<|im_start|>{role}\n{written}<|im_end|>\n"
+
+    def _answer(self, message: Message) -> str:
         content = message.get("content") or ""
-        writer.text(content)
-        for index, (name, arguments) in enumerate(message_calls(message)):
-            separator = "\n" if index or (content and not content.endswith("\n")) else ""
-            writer.mark(f"{separator}<tool_call>\n").text(write_call(name, arguments)).mark("\n</tool_call>")
-
-
-class _Writer:
-    """Collects text and marks. Tokenises all text between two special tokens together, as a chat template does."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._pending = ""
-
-    def text(self, text: str) -> _Writer:
-        """Add text of users and tools: spelled out in ordinary tokens, whatever it says."""
-        self._pending += text
-        return self
-
-    def mark(self, template: str) -> _Writer:
-        """Add text of the template: its marks become special tokens if the vocabulary has them."""
-        for piece in _MARKS.split(template):
-            special = self._tokenizer.find_token(piece) if _MARKS.fullmatch(piece) else None
-            if special is None:
-                self._pending += piece
-            else:
-                self._flush()
-                self._tokens.append(special)
-        return self
-
-    def tokens(self) -> list[int]:
-        self._flush()
-        return self._tokens
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._tokens += self._tokenizer.encode(self._pending)
-            self._pending = ""
+        calls = [f"<tool_call>\n{self._text(write_call(*call))}\n</tool_call>" for call in message_calls(message)]
+        separator = "\n" if calls and content and not content.endswith("\n") else ""
+        return self._text(content) + separator + "\n".join(calls)
 
 
 def _blocks(messages: Sequence[Message]) -> Iterator[list[Message]]:

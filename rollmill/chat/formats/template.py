@@ -136,7 +136,7 @@ class TemplateFormat(ChatFormat):
             silent=self.family.silent,
             thinking=self.writer.thinking,
             frames=self.family.frames,
-            calls=call_stream(self.family, closing),
+            read_calls=call_stream(self.family, closing),
         )
 
     def _write(

@@ -110,6 +110,7 @@ def fidelity(
     from rich.console import Console
     from rich.table import Table
 
+    from rollmill.cli.environments.machine_shell import machine_of
     from rollmill.machines import fidelity as measure
     from rollmill.machines.images.build import keep_fidelity
 
@@ -117,7 +118,12 @@ def fidelity(
         print(measure.probe_source(), end="")
         return
     expected = None if reference is None else measure.read_reference(reference)
-    looked = asyncio.run(_look(kind, image))
+
+    async def probed() -> dict[str, dict[str, bool | str]]:
+        async with machine_of(image, kind) as machine:
+            return await measure.look(machine)
+
+    looked = asyncio.run(probed())
     found = measure.compare(looked, expected or measure.ordinary(looked))
     table = Table("item", "distance", "what differs")
     for item, (distance, differences) in found.items.items():
@@ -125,23 +131,6 @@ def fidelity(
     Console(highlight=False, markup=False).print(table)
     typer.echo(f"{kind} machine of {image}: distance {found.distance:.2f}")
     keep_fidelity(image, kind, found.distance)
-
-
-async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
-    from rollmill.config import validate_config
-    from rollmill.kinds import build
-    from rollmill.machines.fidelity import look
-    from rollmill.machines.machine import MachineSection
-
-    host = build(validate_config(MachineSection, {"kind": kind}, "--kind"))
-    try:
-        machine = await host.create(image)
-        try:
-            return await look(machine)
-        finally:
-            await machine.close()
-    finally:
-        await host.close()
 
 
 @app.command("shell")

@@ -100,11 +100,9 @@ async def _measure(
     from rollmill.kinds import build
     from rollmill.rollouts.hand_in import graded_episode, load_hand_in
     from rollmill.trajectories.query import TrajectoryQuery
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
     judges = [each for each in map(build, sections) if isinstance(each, Judge)]
-    objects = run.objects()
-    store = TrajectoryStore(run.database(), objects)
+    objects, store = run.objects(), run.trajectories()
     rows = [
         row for row in store.find(TrajectoryQuery(state="graded", of_run=run.id, limit=count)) if row.submission_key
     ]
@@ -138,10 +136,8 @@ async def _replay(
     from rollmill.kinds import build
     from rollmill.rollouts.regrade import Regrading
     from rollmill.trajectories.gradings import begin_grading
-    from rollmill.trajectories.trajectory_store import TrajectoryStore
 
-    engine, objects = run.database(), run.objects()
-    store = TrajectoryStore(engine, objects)
+    engine, objects, store = run.database(), run.objects(), run.trajectories()
     tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
     groups = list(dict.fromkeys((row.run, row.group_id) for row in store.find(query)))
     number = None

@@ -90,31 +90,29 @@ def print_conversation(console: Console, trajectory: Trajectory, longest: float)
     answers = _answers_told(trajectory, spoken)
     waiting = iter(answers or ())
     for message in trajectory.messages:
-        role = str(message.get("role", "?"))
-        answer = next(waiting, None) if role == "assistant" else None
-        note = _answer_note(answer) if answer else str(message.get("name") or "")
-        console.print()
-        console.print(safe(role, f"bold {_ROLES.get(role, 'white')}") + safe(f"  {note}", "dim"))
-        for part in _body(message):
-            style = _ROLES["assistant"] if role == "assistant" else ""
-            console.print(safe(_cut(part, longest), style), soft_wrap=True)
+        answer = next(waiting, None) if message.get("role") == "assistant" else None
+        _print_message(console, message, _answer_note(answer) if answer else str(message.get("name") or ""), longest)
     if answers is None:
         # the client rewrote its history: better apart than beside the wrong words
         console.print(safe("\nanswers, in the order of their segments", "dim"))
         for segment in trajectory.segments:
-            for spans in _answers(segment):
+            for spans in segment.answers():
                 console.print(safe(f"  {segment.id} ({segment.cause})  {_answer_note((segment, spans))}", "dim"))
 
 
 def print_messages(console: Console, messages: Sequence[Mapping[str, Any]], longest: float) -> None:
     """A conversation that has no record of tokens."""
     for message in messages:
-        role = str(message.get("role", "?"))
-        console.print()
-        console.print(safe(role, f"bold {_ROLES.get(role, 'white')}"))
-        for part in _body(message):
-            style = _ROLES["assistant"] if role == "assistant" else ""
-            console.print(safe(_cut(part, longest), style), soft_wrap=True)
+        _print_message(console, message, "", longest)
+
+
+def _print_message(console: Console, message: Mapping[str, Any], note: str, longest: float) -> None:
+    role = str(message.get("role", "?"))
+    console.print()
+    console.print(safe(role, f"bold {_ROLES.get(role, 'white')}") + safe(f"  {note}" if note else "", "dim"))
+    for part in _body(message):
+        style = _ROLES["assistant"] if role == "assistant" else ""
+        console.print(safe(_cut(part, longest), style), soft_wrap=True)
 
 
 def print_tokens(console: Console, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
@@ -166,18 +164,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def _answers(segment: Segment) -> Iterator[list[Span]]:
-    """Spans that touch are one answer: it was continued on another engine."""
-    joined: list[Span] = []
-    for span in segment.spans:
-        if joined and joined[-1].end != span.start:
-            yield joined
-            joined = []
-        joined.append(span)
-    if joined:
-        yield joined
-
-
 def _answers_told(trajectory: Trajectory, spoken: int) -> list[SampledAnswer] | None:
     """The answers on the path to the segment whose conversation the messages are, if one has as many as they do."""
     known = {segment.id: segment for segment in trajectory.segments}
@@ -186,7 +172,7 @@ def _answers_told(trajectory: Trajectory, spoken: int) -> list[SampledAnswer] | 
         at: Segment | None = segment
         limit = len(segment.tokens)
         while at is not None:
-            path = [(at, spans) for spans in _answers(at) if spans[-1].end <= limit] + path
+            path = [(at, spans) for spans in at.answers() if spans[-1].end <= limit] + path
             limit = min(limit, at.parent[1]) if at.parent else 0
             at = known[at.parent[0]] if at.parent else None
         if len(path) == spoken:

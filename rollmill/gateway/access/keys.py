@@ -25,7 +25,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -45,6 +45,12 @@ _ID = re.compile(r"[0-9a-f]{8}")
 _MOST_UNKNOWN = 10_000  # ids that are remembered as unknown
 _MOST_ASKED = 64  # ids that the database is asked about at the same time; keys in the cache do not count
 _REFRESH_S = 0.25  # how long a request with a cached key waits for the database
+_BOOTSTRAP = {
+    "admin": {"admin"},
+    "production": {"production", "feedback"},
+    "rollout": {"rollout"},
+    "engine": {"engine"},
+}
 _HINT = "send `Authorization: Bearer KEY`; `rollmill keys create RUN` makes a key"
 
 
@@ -152,31 +158,17 @@ class KeyRing:
     """The keys as the gateway checks them. One thread asks the database. A slow one delays a request with a cached key
     by at most `_REFRESH_S`."""
 
-    def __init__(
-        self,
-        store: KeyStore | None,
-        *,
-        admin_token: str | None,
-        production_key: str | None,
-        rollout_key: str | None = None,
-        engine_token: str | None = None,
-        cache_s: float = 2.0,
-    ) -> None:
+    def __init__(self, store: KeyStore | None, bootstrap: Mapping[str, str | None], *, cache_s: float = 2.0) -> None:
+        """`bootstrap`: the secrets of bootstrap keys by their ids."""
         self._store = store
         self._cache_s = cache_s
         self._cached: dict[str, tuple[float, Key]] = {}  # keys of the database only: nobody else can make it grow
         self._unknown: dict[str, float] = {}  # ids that the database did not have, and when
         self._asking: dict[str, tuple[float, asyncio.Task[Key | None]]] = {}  # since when
         self._thread = ThreadPoolExecutor(1, "keys")
-        bootstrap = {
-            "admin": (admin_token, {"admin"}),
-            "production": (production_key, {"production", "feedback"}),
-            "rollout": (rollout_key, {"rollout"}),
-            "engine": (engine_token, {"engine"}),
-        }
         self._bootstrap = {
-            hash_of(secret): Key(id, frozenset(scopes), hash=hash_of(secret))
-            for id, (secret, scopes) in bootstrap.items()
+            hash_of(secret): Key(id, frozenset(_BOOTSTRAP[id]), hash=hash_of(secret))
+            for id, secret in bootstrap.items()
             if secret
         }
 

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any
 
 from rollmill.errors import GatewayError, StorageError, TrajectoryError
@@ -64,25 +64,19 @@ class About:
         return early["trajectory"] in self.trajectories or (early["key"], early["name"]) in self.names
 
 
+@dataclass(eq=False, repr=False)
 class EarlyFeedback:
-    def __init__(
-        self,
-        registry: Registry,
-        sealer: Sealer,
-        recorder: Recorder,
-        trajectories: TrajectoryStore,
-        metrics: Metrics,
-        logged: Iterable[LogEntry],
-    ) -> None:
-        """`logged`: what waited when the gateway stopped."""
-        self._registry = registry
-        self._sealer = sealer
-        self._recorder = recorder
-        self._trajectories = trajectories
-        self._metrics = metrics
+    registry: Registry
+    sealer: Sealer
+    recorder: Recorder
+    trajectories: TrajectoryStore
+    metrics: Metrics
+    logged: InitVar[Iterable[LogEntry]]  # what waited when the gateway stopped
+
+    def __post_init__(self, logged: Iterable[LogEntry]) -> None:
         self._waiting = {entry.session: Early(**entry.header) for entry in logged}
-        registry.opened = self._bind
-        for session in registry:
+        self.registry.opened = self._bind
+        for session in self.registry:
             self._bind(session)
 
     async def add(self, early: Early) -> None:
@@ -98,7 +92,7 @@ class EarlyFeedback:
         id = f"early-{uuid.uuid4().hex}"
         self._waiting[id] = early
         try:
-            await self._recorder.append(id, encode_entry("early", id, asdict(early)))
+            await self.recorder.append(id, encode_entry("early", id, asdict(early)))
         except BaseException:
             del self._waiting[id]
             raise
@@ -110,7 +104,7 @@ class EarlyFeedback:
                 try:
                     if await self._settled(early):
                         del self._waiting[id]
-                        await self._recorder.forget(id)
+                        await self.recorder.forget(id)
                 except (StorageError, OSError) as error:
                     log.warning("early feedback is not appended yet: %s", error)
             await asyncio.sleep(_LOOK_S)
@@ -121,7 +115,7 @@ class EarlyFeedback:
         dropped = [id for id, early in self._waiting.items() if about.has(asdict(early))]
         for id in dropped:
             del self._waiting[id]
-            await self._recorder.forget(id)
+            await self.recorder.forget(id)
         return bool(dropped)
 
     def _bind(self, session: Session) -> None:
@@ -133,15 +127,15 @@ class EarlyFeedback:
 
     async def _settled(self, early: Early) -> bool:
         """Whether it needs to wait no longer: it was appended or dropped."""
-        session = None if early.trajectory is None else self._registry.get(early.trajectory)
+        session = None if early.trajectory is None else self.registry.get(early.trajectory)
         if session is not None and not session.stored:
             return self._dropped("consent")
         if early.trajectory is not None and (session is None or session.segments):
             with contextlib.suppress(TrajectoryError):  # it was deleted, or its first answer failed
                 if session is not None:
-                    await self._sealer.list_now(session)
+                    await self.sealer.list_now(session)
                 await asyncio.to_thread(
-                    self._trajectories.add_feedback,
+                    self.trajectories.add_feedback,
                     early.trajectory,
                     early.kind,
                     early.value,
@@ -149,10 +143,10 @@ class EarlyFeedback:
                     early.given_id,
                 )
                 return True
-            again = self._registry.named(early.name, early.key)
+            again = self.registry.named(early.name, early.key)
             early.trajectory = None if again is None else again.facts.trajectory
         return time.time() - early.at > _LONGEST_S and self._dropped("age")
 
     def _dropped(self, reason: str) -> bool:
-        self._metrics.count("feedback_dropped_total", reason=reason)
+        self.metrics.count("feedback_dropped_total", reason=reason)
         return True

@@ -33,6 +33,9 @@ _MAGIC = b"RMG1"
 _FRAME = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 _DTYPES = {code: np.dtype(code).str for code in "hif"}  # of Python's arrays: numpy's take longer to make
+# what the header of a turn has of Turn and of Answer as it is
+_OF_TURN = ("segment", "messages", "tools", "parent", "cause", "inherited")
+_OF_ANSWER = ("message", "finish", "closed", "cached_tokens", "stop")
 
 
 class LogEntry(NamedTuple):
@@ -62,19 +65,9 @@ def _to_json(header: dict[str, Any]) -> bytes:
         return json.dumps(header, separators=(",", ":")).encode()
 
 
-def read_entries(data: bytes) -> Iterator[tuple[int, int, LogEntry]]:
-    """Yields (begin, end, entry) of every entry, up to the first truncated or damaged one."""
-    at = 0
-    while True:
-        end = _whole(data, at)
-        if end is None:
-            return
-        yield at, end, _decode(data[at + _FRAME.size : end])
-        at = end
-
-
 def scan_entries(file: int) -> Iterator[tuple[int, int, LogEntry]]:
-    """As `read_entries`, from an open file: one entry at a time is in memory."""
+    """Yields (begin, end, entry) of every entry of an open file, up to the first truncated or damaged one. One entry at
+    a time is in memory."""
     at = 0
     while len(frame := os.pread(file, _FRAME.size, at)) == _FRAME.size:
         magic, length, _ = _FRAME.unpack(frame)
@@ -155,20 +148,11 @@ def encode_response(stored: Stored, segment: str, number: int) -> bytes:
 def encode_turn(session: str, turn: Turn) -> bytes:
     answer = turn.answer
     header = {
-        "segment": turn.segment,
-        "messages": turn.messages,
-        "tools": turn.tools,
-        "parent": turn.parent,
-        "cause": turn.cause,
-        "inherited": turn.inherited,
-        "message": answer.message,
+        **{name: getattr(turn, name) for name in _OF_TURN},
+        **{name: getattr(answer, name) for name in _OF_ANSWER},
         "policies": [vars(policy) for policy in answer.policies],
         "spans": [{**vars(span), "sampling": vars(span.sampling)} for span in answer.spans],
         "routes": [first for first, _ in answer.routes],
-        "finish": answer.finish,
-        "closed": answer.closed,
-        "cached_tokens": answer.cached_tokens,
-        "stop": answer.stop,
     }
     arrays: dict[str, np.ndarray | array[Any]] = {
         "prompt": array("i", turn.prompt),
@@ -192,20 +176,9 @@ def decode_turn(entry: LogEntry) -> Turn:
         policies=POLICIES.validate_python(header["policies"]),
         spans=SPANS.validate_python(header["spans"]),
         routes=[(first, arrays[f"routes{index}"]) for index, first in enumerate(header["routes"])],
-        finish=header["finish"],
-        closed=header["closed"],
-        message=header["message"],
-        cached_tokens=header["cached_tokens"],
-        stop=header.get("stop"),
         kept=split_kept(arrays["kept_sizes"], arrays["kept"]) if "kept" in arrays else [],
+        **{name: header[name] for name in _OF_ANSWER},
     )
-    return Turn(
-        segment=header["segment"],
-        messages=header["messages"],
-        prompt=arrays["prompt"].tolist(),
-        answer=answer,
-        tools=header["tools"],
-        parent=tuple(header["parent"]) if header["parent"] else None,
-        cause=header["cause"],
-        inherited=header["inherited"],
-    )
+    given = {name: header[name] for name in _OF_TURN}
+    given["parent"] = given["parent"] and tuple(given["parent"])
+    return Turn(**given, prompt=arrays["prompt"].tolist(), answer=answer)

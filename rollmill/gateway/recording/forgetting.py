@@ -28,7 +28,7 @@ async def forget_in_log(
 async def _forget_in(directory: Path, secret: str, user: str, trajectories: TrajectoryStore, objects: Objects) -> int:
     recorder = Recorder(directory, compact_bytes=1 << 62)
     try:
-        registry = Registry(secret, keep_routes=False)
+        registry = Registry(secret)
         early = replay(registry, recorder.replay())
         recorder.start()
         name = pseudonym(secret.encode(), user)

@@ -66,7 +66,7 @@ def _read_log(directory: Path, trajectory: str | None) -> list[Session]:
         file = os.open(directory / LOG_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return []
-    registry = Registry("", keep_routes=trajectory is not None)
+    registry = Registry("")
     try:
         for _, _, entry in scan_entries(file):
             if trajectory not in (None, entry.session):

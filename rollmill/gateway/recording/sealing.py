@@ -14,6 +14,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.errors import GatewayError, ObjectExists, StorageError, TrajectoryError
@@ -40,34 +41,26 @@ _WAIT_STEP_S = 1.0  # waits are written to the log in steps of this, and of a te
 _SEALED = tuple(seal_facts(Trajectory("", [])))  # the facts of a record that the index keeps
 
 
+@dataclass(eq=False, repr=False)
 class Sealer:
-    def __init__(
-        self,
-        config: GatewayConfig,
-        recorder: Recorder,
-        registry: Registry,
-        trajectories: TrajectoryStore,
-        objects: Objects,
-        metrics: Metrics,
-    ) -> None:
-        self._config = config
-        self._recorder = recorder
-        self._registry = registry
-        self._trajectories = trajectories
-        self._objects = objects
-        self._metrics = metrics
-        self.problem: str | None = None  # why the last seal failed; None after one succeeds
+    config: GatewayConfig
+    recorder: Recorder
+    registry: Registry
+    trajectories: TrajectoryStore
+    objects: Objects
+    metrics: Metrics
+    problem: str | None = field(init=False, default=None)  # why the last seal failed; None after one succeeds
 
     async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
         """Seal a session. Idempotent: a sealed session gives the same reply again."""
-        session = self._registry.get(trajectory)
+        session = self.registry.get(trajectory)
         if session is None:
             return await self._already_sealed(trajectory)
         session.ending = True
         try:
             await self._land(session)
             async with session.lock:
-                if self._registry.get(trajectory) is not session or session.given_up is not None:
+                if self.registry.get(trajectory) is not session or session.given_up is not None:
                     return await self._already_sealed(trajectory)
                 return await self._seal(session, submission_key)
         finally:
@@ -81,7 +74,7 @@ class Sealer:
         session.given_up = reason
         _cut(session)
         async with session.lock:  # an answer that is being recorded, or a seal, ends first
-            if self._registry.get(session.facts.trajectory) is not session:
+            if self.registry.get(session.facts.trajectory) is not session:
                 return False
             await self._give_up(session, reason)
             return True
@@ -91,23 +84,23 @@ class Sealer:
         trajectory = session.facts.trajectory
         session.given_up = reason
         if session.sealing:
-            await asyncio.to_thread(delete_unfinished, self._trajectories, self._objects, trajectory)
+            await asyncio.to_thread(delete_unfinished, self.trajectories, self.objects, trajectory)
         if session.facts.traffic == "production" and session.listed == TrajectoryState.running:
             await self._fail(session, reason)
         if session.logged:
-            await self._recorder.forget(trajectory)
-        self._registry.remove(session)
+            await self.recorder.forget(trajectory)
+        self.registry.remove(session)
 
     async def is_sealed(self, trajectory: str) -> bool:
-        return await asyncio.to_thread(self._objects.head, payload_key(trajectory)) is not None
+        return await asyncio.to_thread(self.objects.head, payload_key(trajectory)) is not None
 
     async def sweep(self) -> None:
         """Runs for ever: finish seals that a crash interrupted, list new conversations, end idle ones."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep_sessions())
             group.create_task(self._keep_waits())
-            if self._config.retention_days is not None:
-                group.create_task(self._expire(self._config.retention_days * 86400))
+            if self.config.retention_days is not None:
+                group.create_task(self._expire(self.config.retention_days * 86400))
 
     async def _land(self, session: Session) -> None:
         """Wait until no answer is in flight. Those of a rollout are cut; a production user gets the whole answer."""
@@ -125,7 +118,7 @@ class Sealer:
         """Delete the payloads of old production trajectories. One that a step needs is deleted later."""
         while True:
             try:
-                deleted, _ = await asyncio.to_thread(self._trajectories.delete_expired, older_than_s)
+                deleted, _ = await asyncio.to_thread(self.trajectories.delete_expired, older_than_s)
                 if deleted:
                     log.info("%d trajectories are older than %g days: deleted", len(deleted), older_than_s / 86400)
             except (StorageError, OSError) as error:
@@ -135,7 +128,7 @@ class Sealer:
     async def _keep_waits(self) -> None:
         """Write the waits of rollouts to the log. A restarted gateway goes on with the clocks of their episodes."""
         while True:
-            for number, session in enumerate(self._registry):
+            for number, session in enumerate(self.registry):
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
                 if session.facts.traffic != "rollout" or not session.logged:
@@ -145,13 +138,13 @@ class Sealer:
                 step = max(_WAIT_STEP_S, waits.kept / 10)
                 if seconds - waits.kept >= step:
                     waits.kept = seconds
-                    self._recorder.append_later(trajectory, encode_waited(trajectory, seconds))
+                    self.recorder.append_later(trajectory, encode_waited(trajectory, seconds))
             await asyncio.sleep(_SWEEP_S)
 
     async def _sweep_sessions(self) -> None:
         while True:
             new, others = [], []
-            for number, session in enumerate(self._registry):
+            for number, session in enumerate(self.registry):
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
                 if session.listed is None and self._is_listable(session):
@@ -168,7 +161,7 @@ class Sealer:
             await asyncio.sleep(_SWEEP_S)
 
     def _is_open(self, session: Session) -> bool:
-        return self._registry.get(session.facts.trajectory) is session
+        return self.registry.get(session.facts.trajectory) is session
 
     def _is_over(self, session: Session) -> bool:
         """Whether it is closed or idle, and nobody works with it."""
@@ -214,7 +207,7 @@ class Sealer:
                     each.facts.traffic,
                 )
             ]
-            if self._trajectories.add(rows):
+            if self.trajectories.add(rows):
                 return
         for session in sessions:  # one by one: some are there already, listed before a restart or by their feedback
             try:
@@ -245,15 +238,15 @@ class Sealer:
 
     async def _fail(self, session: Session, reason: str) -> None:
         with contextlib.suppress(TrajectoryError, StorageError):
-            await asyncio.to_thread(self._trajectories.fail, session.facts.trajectory, reason)
+            await asyncio.to_thread(self.trajectories.fail, session.facts.trajectory, reason)
 
     def _write_row(self, session: Session) -> None:
         facts = session.facts
-        self._trajectories.create(
+        self.trajectories.create(
             facts.run, facts.group_id, facts.task_id, [facts.trajectory], session.provenance, facts.traffic
         )
         if session.unrecorded is not None:
-            self._trajectories.fail(facts.trajectory, f"not recorded completely: {session.unrecorded}")
+            self.trajectories.fail(facts.trajectory, f"not recorded completely: {session.unrecorded}")
 
     async def _end(self, session: Session) -> None:
         trajectory = session.facts.trajectory
@@ -287,7 +280,7 @@ class Sealer:
             raise GatewayError(f"{trajectory} was not recorded completely: {session.unrecorded}", status=410)
         try:
             if not session.sealing:
-                await self._recorder.append(
+                await self.recorder.append(
                     trajectory, encode_entry("seal", trajectory, {"submission_key": submission_key})
                 )
                 session.sealing, session.submission_key = True, submission_key
@@ -298,10 +291,10 @@ class Sealer:
         except (StorageError, OSError) as error:
             self.problem, hint = (error.message, error.hint) if isinstance(error, StorageError) else (str(error), None)
             raise GatewayError(f"{trajectory} cannot be stored: {self.problem}", status=503, hint=hint) from None
-        self._registry.remove(session)
+        self.registry.remove(session)
         with contextlib.suppress(StorageError):  # it is stored, which a restart would find out
-            await self._recorder.forget(trajectory)
-        self._metrics.count("sealed_total", traffic=session.facts.traffic)
+            await self.recorder.forget(trajectory)
+        self.metrics.count("sealed_total", traffic=session.facts.traffic)
         return sealed
 
     def _store(self, session: Session) -> dict[str, Any]:
@@ -314,25 +307,25 @@ class Sealer:
         if facts.traffic == "production":  # no run planned it, so the gateway creates its row
             self._write_row(session)
         sealed = seal_facts(trajectory)
-        self._trajectories.finish(facts.trajectory, key, session.submission_key, **sealed)
+        self.trajectories.finish(facts.trajectory, key, session.submission_key, **sealed)
         return {"trajectory": facts.trajectory, "payload_key": key, **sealed}
 
     def _create_payload(self, key: str, session: Session, trajectory: Trajectory) -> None:
         """Goes through files without a name on the disk of the log: the payload may be larger than memory."""
-        directory = self._recorder.directory
+        directory = self.recorder.directory
         with (
-            self._recorder.located(trajectory.id) as (log, extents),
+            self.recorder.located(trajectory.id) as (log, extents),
             tempfile.TemporaryFile(dir=directory) as scratch,
             tempfile.SpooledTemporaryFile(_SMALL_PAYLOAD, dir=str(directory)) as payload,
         ):
             routes = gather_routes(session.segments.values(), log, extents, scratch.fileno())
             write_trajectory(trajectory, payload, routes)
             payload.seek(0)
-            self._objects.create_from(key, payload)
+            self.objects.create_from(key, payload)
 
     async def _already_sealed(self, trajectory: str) -> dict[str, Any]:
         try:
-            row = await asyncio.to_thread(self._trajectories.get, trajectory)
+            row = await asyncio.to_thread(self.trajectories.get, trajectory)
         except TrajectoryError:
             row = None
         if row is None or row.payload_key is None or row.state in (TrajectoryState.running, TrajectoryState.deleted):
@@ -340,7 +333,7 @@ class Sealer:
         return {"trajectory": row.id, "payload_key": row.payload_key, **{name: getattr(row, name) for name in _SEALED}}
 
     def _limit_s(self, session: Session) -> float:
-        return self._config.seal_idle_s if session.facts.traffic == "production" else self._config.expire_idle_s
+        return self.config.seal_idle_s if session.facts.traffic == "production" else self.config.expire_idle_s
 
 
 def _cut(session: Session) -> None:

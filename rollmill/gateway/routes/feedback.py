@@ -23,6 +23,7 @@ from rollmill.gateway.sessions.registry import key_id_of
 from rollmill.gateway.sessions.sessions import check_id
 from rollmill.gateway.wire.body import parse_object
 from rollmill.signals import checked
+from rollmill.strict import describe_problem
 from rollmill.types import TrafficClass, TrajectoryState
 
 _Short = Annotated[str, Field(min_length=1, max_length=128)]
@@ -115,11 +116,7 @@ def _parse(body: bytes, named: str | None) -> Feedback:
     try:
         given = Feedback.model_validate(parse_object(body))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise GatewayError(
-            f"{where}: {first['msg']}", hint=f"the fields are {', '.join(Feedback.model_fields)}"
-        ) from None
+        raise GatewayError(describe_problem(error), hint=f"the fields are {', '.join(Feedback.model_fields)}") from None
     if named is not None and given.session not in (None, named):
         raise GatewayError("the path or the header and the body name two sessions", hint="leave one of them out")
     given = given.model_copy(update={"session": given.session or named})

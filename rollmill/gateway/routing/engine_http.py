@@ -8,11 +8,12 @@ if the engine is silent, EngineError if what it sends is not HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import re
 import ssl
 import time
-from types import TracebackType
+from collections.abc import AsyncIterator
 from typing import Final, Literal, NamedTuple, cast
 
 from yarl import URL
@@ -48,11 +49,31 @@ class EngineConnections:
         self._open: set[_Connection] = set()
         self._tls: ssl.SSLContext | None = None
 
-    def post(self, url: str, body: bytes, token: str | None, *, whole: bool = False) -> Exchange:
-        """`async with` waits for the status; if the answer is wanted `whole`, for all of it, which takes fewer turns of
-        the event loop."""
+    @contextlib.asynccontextmanager
+    async def post(
+        self, url: str, body: bytes, token: str | None, *, whole: bool = False
+    ) -> AsyncIterator[_Connection]:
+        """The connection with the answer. `async with` waits for the status; if the answer is wanted `whole`, for all
+        of it, which takes fewer turns of the event loop."""
         origin, head = _head(url, token)
-        return Exchange(self, origin, b"%b%d\r\n\r\n%b" % (head, len(body), body), whole)
+        connection = await self._asked(origin, b"%b%d\r\n\r\n%b" % (head, len(body), body), whole)
+        try:
+            yield connection
+        finally:
+            connection.leave()
+
+    async def _asked(self, origin: _Origin, request: bytes, whole: bool) -> _Connection:
+        kept = self.take(origin)
+        if kept is not None:
+            try:
+                await kept.ask(request, whole)
+                return kept
+            except ConnectionError:
+                if kept.heard:  # otherwise the engine closed it while it was idle: this is no failure
+                    raise
+        connection = await self.connect(origin)
+        await connection.ask(request, whole)
+        return connection
 
     def close(self) -> None:
         for connection in list(self._open):
@@ -93,49 +114,71 @@ class EngineConnections:
                 del self._kept[connection.origin]
 
 
-class Exchange:
-    """One request and its answer."""
+class _Connection(asyncio.Protocol):
+    """One request at a time, and its answer."""
 
-    def __init__(self, connections: EngineConnections, origin: _Origin, request: bytes, whole: bool) -> None:
+    def __init__(self, connections: EngineConnections, origin: _Origin) -> None:
+        self.origin: Final = origin
+        self.heard = False  # whether a byte of the answer has come
         self._connections = connections
-        self._origin = origin
-        self._whole = whole
-        self._request = request
-        self._connection: _Connection | None = None
-        self._finished = False
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._part: _Part = "end"
+        self._pending = b""  # the beginning of a head or a line
+        self._left = 0  # bytes of the chunk, or of a body with a length
         self.status = 0
+        self._reusable = False
+        self._pieces: list[bytes] = []
+        self._buffered = 0
+        self._paused = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._heard_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None  # stays between two requests: making one costs more than a look
+        self._in_use = False
+        self._settle_timer: asyncio.TimerHandle | None = None
+        self._finished = self._settling = False  # the rest of the body is about to come; nobody reads it any more
+        self._whole = False
 
-    async def __aenter__(self) -> Exchange:
-        kept = self._connections.take(self._origin)
-        if kept is not None:
-            try:
-                await self._send(kept)
-                return self
-            except ConnectionError:
-                if kept.heard:  # otherwise the engine closed it while it was idle: this is no failure
-                    raise
-        await self._send(await self._connections.connect(self._origin))
-        return self
-
-    async def _send(self, connection: _Connection) -> None:
-        self._connection = connection
+    async def ask(self, request: bytes, whole: bool) -> None:
+        """Sends a request. Returns when the status of its answer is there."""
         try:
-            connection.begin(self._request, self._whole)
-            self.status = await connection.wait_for_status()
+            self._begin(request, whole)
+            while not self.status or not self._is_due():
+                if self._error is not None:
+                    raise self._error
+                await self._wait()
         except BaseException:
-            connection.leave(settles=False)
+            self.leave()
             raise
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._connection is not None
-        self._connection.leave(settles=self._finished)
+    def _begin(self, request: bytes, whole: bool) -> None:
+        assert self._transport is not None
+        self.heard, self.status, self._part, self._reusable, self._error = False, 0, "head", False, None
+        self._finished = False
+        if self._transport.is_closing():
+            raise ConnectionResetError("the engine has closed the connection")
+        self._whole = whole
+        self._heard_at = self._loop.time()
+        self._in_use = True
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._connections.silence_s, self._check_silence)
+        self._transport.write(request)
 
     async def read_some(self) -> bytes:
         """The part of the body that has arrived since the last time; b"" at its end."""
-        assert self._connection is not None
-        return await self._connection.read_some()
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._part == "end":
+                return b""
+            await self._wait()
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces, self._buffered = [], 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
 
     async def read(self, most: int | None = None) -> bytes:
         """The body, or at least its first `most` bytes."""
@@ -151,71 +194,13 @@ class Exchange:
         """Nothing more of the body is needed: it ends by itself, and the connection is kept then."""
         self._finished = True
 
-
-class _Connection(asyncio.Protocol):
-    def __init__(self, connections: EngineConnections, origin: _Origin) -> None:
-        self.origin: Final = origin
-        self.heard = False  # whether a byte of the answer has come
-        self._connections = connections
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._part: _Part = "end"
-        self._pending = b""  # the beginning of a head or a line
-        self._left = 0  # bytes of the chunk, or of a body with a length
-        self._status = 0
-        self._reusable = False
-        self._pieces: list[bytes] = []
-        self._buffered = 0
-        self._paused = False
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._heard_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None  # stays between two requests: making one costs more than a look
-        self._in_use = False
-        self._settle_timer: asyncio.TimerHandle | None = None
-        self._settling = False
-        self._whole = False
-
-    def begin(self, request: bytes, whole: bool) -> None:
-        assert self._transport is not None
-        self.heard, self._status, self._part, self._reusable, self._error = False, 0, "head", False, None
-        if self._transport.is_closing():
-            raise ConnectionResetError("the engine has closed the connection")
-        self._whole = whole
-        self._heard_at = self._loop.time()
-        self._in_use = True
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._connections.silence_s, self._check_silence)
-        self._transport.write(request)
-
-    async def wait_for_status(self) -> int:
-        while not self._status or not self._is_due():
-            if self._error is not None:
-                raise self._error
-            await self._wait()
-        return self._status
-
-    async def read_some(self) -> bytes:
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            if self._part == "end":
-                return b""
-            await self._wait()
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces, self._buffered = [], 0
-        if self._paused and self._transport is not None:
-            self._paused = False
-            self._transport.resume_reading()
-        return data
-
-    def leave(self, *, settles: bool) -> None:
-        """Nobody reads further. `settles`: the rest of the body is about to come, and is dropped."""
+    def leave(self) -> None:
+        """Nobody reads further."""
         self._pieces, self._buffered = [], 0
         self._in_use = False
         if self._error is None and self._part == "end" and not self._paused:
             self._end()
-        elif settles and self._error is None and not self._paused:
+        elif self._finished and self._error is None and not self._paused:
             self._settling = True
             self._settle_timer = self._loop.call_later(_SETTLE_S, self.abort)
         else:
@@ -383,7 +368,7 @@ class _Connection(asyncio.Protocol):
             if not colon or not name or name != name.strip():
                 raise EngineError(f"the engine's answer is not HTTP: {line[:80]!r} is not a header")
             fields[name.lower()] = value.strip()
-        self._status = status
+        self.status = status
         self._reusable = found[1] == b"1" and fields.get(b"connection", b"").lower() != b"close"
         self._read_length(fields)
 
@@ -400,7 +385,7 @@ class _Connection(asyncio.Protocol):
                 raise EngineError(f"the engine's answer has the length {length[:80]!r}")
             self._left = int(length)
             self._part = "sized" if self._left else "end"
-        elif self._status in (204, 304):
+        elif self.status in (204, 304):
             self._part = "end"
         else:
             self._part, self._reusable = "rest", False

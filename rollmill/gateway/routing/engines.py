@@ -58,16 +58,10 @@ class EngineState:
         self.alive = self.policy is not None  # an engine without weights cannot answer
 
     def describe(self) -> dict[str, Any]:
+        as_they_are = ("url", "region", "alive", "channel", "lent", "context", "paused", "queued")
         return {
-            "url": self.url,
-            "region": self.region,
-            "alive": self.alive,
+            **{name: getattr(self, name) for name in as_they_are},
             "engine": self.name,
             "policy": None if self.policy is None else vars(self.policy),
-            "channel": self.channel,
-            "lent": self.lent,
-            "context": self.context,
-            "paused": self.paused,
-            "queued": self.queued,
             "problem": None if self.alive else self.problem,
         }

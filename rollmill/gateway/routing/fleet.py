@@ -30,6 +30,7 @@ from rollmill.gateway.wire.body import parse_object
 from rollmill.inference.engine_wire import WIRE
 from rollmill.storage.database import now, reading, writing
 from rollmill.storage.tables import engines
+from rollmill.strict import describe_problem
 
 log = logging.getLogger(__name__)
 LEASE_S = 15.0
@@ -101,9 +102,7 @@ class Fleet:
         except ValidationError as error:
             if row["name"] not in self._unreadable:
                 self._unreadable.add(row["name"])
-                [first, *_] = error.errors()
-                where = ".".join(map(str, first["loc"]))
-                log.warning("engine %s is left out: %s: %s", row["name"], where, first["msg"])
+                log.warning("engine %s is left out: %s", row["name"], describe_problem(error))
             return None
 
 
@@ -179,5 +178,4 @@ def _registration(tree: dict[str, Any]) -> Registration:
     try:
         return Registration.model_validate(tree)
     except ValidationError as error:
-        [first, *_] = error.errors()
-        raise GatewayError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise GatewayError(describe_problem(error)) from None

@@ -246,8 +246,7 @@ class Router:
                 lambda: self._choose(prefer, failed, target, request), priority, patience.left(), key
             )
         except TimeoutError:
-            busy = bool(self._able(target, request))
-            if busy:
+            if self._able(target, request):
                 raise overloaded(self.places.waiting) from None
             raise patience.exhausted("no engine is available") from None
 
@@ -311,24 +310,18 @@ class Router:
         return await ask(self._client, engine.endpoint)
 
 
-class _Patience:
+class _Patience(Backoff):
     """How long one request keeps trying without progress."""
 
     def __init__(self, seconds: float) -> None:
+        super().__init__(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, patience=seconds)
         self._seconds = seconds
-        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, patience=seconds)
-
-    def reset(self) -> None:
-        self._backoff.reset()
-
-    def left(self) -> float:
-        return self._backoff.left()
 
     async def pause(self) -> None:
         """Pause between two attempts, so that an engine that fails at once is not called in a tight loop."""
         if self.left() <= 0:
             raise self.exhausted("every engine failed")
-        await asyncio.sleep(min(self._backoff.failed(), self.left()))
+        await asyncio.sleep(min(self.failed(), self.left()))
 
     def exhausted(self, what: str) -> GatewayError:
         return GatewayError(

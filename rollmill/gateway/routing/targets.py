@@ -14,18 +14,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from rollmill.types import PolicyRef, same_line
+from rollmill.gateway.routing.engines import EngineState
+from rollmill.types import same_line
 
 DEFAULT = "rollmill"
-
-
-class Serving(Protocol):
-    """What an engine says about itself."""
-
-    policy: PolicyRef | None
-    channel: str | None
 
 
 @dataclass(frozen=True)
@@ -34,7 +27,7 @@ class Target:
     number: int | None = None  # exactly this version of the line
     channel: str | None = None
 
-    def is_served_by(self, engine: Serving) -> bool:
+    def is_served_by(self, engine: EngineState) -> bool:
         policy = engine.policy
         if policy is None or (self.channel is not None and engine.channel != self.channel):
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from rollmill.chat.format import Message, Tool
 from rollmill.gateway.wire.answer import same_message
@@ -18,29 +19,27 @@ class AnswerCut(Exception):
     """The session is being sealed: nothing more is sampled."""
 
 
+class Asked(NamedTuple):
+    """What decides whether two requests ask for the same answer."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    grammar: str | None
+
+    def same_as(self, other: Asked) -> bool:
+        if len(self.messages) != len(other.messages) or self[1:] != other[1:]:
+            return False
+        return all(map(same_message, self.messages, other.messages))
+
+
 class Flight:
-    def __init__(
-        self,
-        cache: str,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        grammar: str | None,
-        is_abandoned: Callable[[], bool],
-    ) -> None:
+    def __init__(self, cache: str, asked: Asked, is_abandoned: Callable[[], bool]) -> None:
         self.cache = cache  # the name of its KV cache at the engines
-        self._grammar = grammar
+        self.asked = asked
         self.is_abandoned = is_abandoned  # whether its client has disconnected
-        self._messages = messages
-        self._tools = tools
         self._is_cut = False
         self._sampling: asyncio.Task[object] | None = None
         self._ended = asyncio.Event()
-
-    def asks(self, messages: Sequence[Message], tools: Sequence[Tool], grammar: str | None) -> bool:
-        """Whether a request with these messages and this grammar asks for this answer."""
-        if len(messages) != len(self._messages) or tools != self._tools or grammar != self._grammar:
-            return False
-        return all(map(same_message, self._messages, messages))
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:

@@ -37,15 +37,12 @@ class Registry:
         self,
         admin_token: str,
         *,
-        keep_routes: bool = True,
         fresh: Callable[[str], str] = lambda prefix: prefix + uuid.uuid4().hex,
         run: str | None = None,
     ) -> None:
-        """`keep_routes`: keep the routes of recorded turns in memory. The log has them too, see gateway.routes.
-        `fresh` makes a new id with a prefix. `run`: the id of the run whose production this is."""
+        """`fresh` makes a new id with a prefix. `run`: the id of the run whose production this is."""
         self._of_run = {"run": run} if run is not None else {}
         self.fresh = fresh
-        self._keep_routes = keep_routes
         self._secret = admin_token.encode()
         self._sessions: dict[str, Session] = {}
         self.responses = StoredResponses(self._sessions)
@@ -172,8 +169,7 @@ class Registry:
     def append(self, session: Session, turn: Turn) -> OpenSegment:
         """Adds a recorded turn to its session. From now on an unnamed conversation can be found by it."""
         segment = session.append(turn)
-        if not self._keep_routes:
-            turn.answer.routes = []
+        turn.answer.routes = []  # the log has them: see recording/expert_routes.py
         facts = session.facts
         unnamed = facts.traffic == "production" and "session" not in facts.provenance
         if unnamed and self.is_open(session):

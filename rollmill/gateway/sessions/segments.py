@@ -157,8 +157,9 @@ class OpenSegment:
             count += 1
         return count
 
-    def build(self, parent: Segment | None) -> Segment:
-        """The finished record. Tokens shared with the parent belong to the parent: here they are not sampled."""
+    def build(self) -> Segment:
+        """The finished record, without expert routes. Tokens shared with the parent belong to the parent: here they are
+        not sampled."""
         length = self.length
         segment = Segment(
             id=self.id,
@@ -168,11 +169,9 @@ class OpenSegment:
             policy=np.full(length, -1, np.int16),
             policies=[],
             spans=[],
-            parent=(parent.id, self.offset) if parent else None,
+            parent=(self.parent.id, self.offset) if self.parent else None,
             cause=self.cause,
         )
-        if parent is not None and parent.routes is not None and parent.routes_valid is not None:
-            _put_routes(segment, 0, parent.routes[: self.offset], parent.routes_valid[: self.offset])
         at, inherited = self.offset, self.turns[0].inherited if self.turns else 0
         for number, turn in enumerate(self.turns):
             at += len(turn.prompt)
@@ -228,8 +227,6 @@ def _put_answer(segment: Segment, start: int, given: Answer, **facts: Any) -> No
     for span in given.spans:
         oldest = numbers[span.oldest_kv_policy] if span.oldest_kv_policy >= 0 else -1
         segment.spans.append(Span(**{**vars(span), "oldest_kv_policy": oldest, **facts}))
-    for first, rows in given.routes:
-        _put_routes(segment, first, rows, np.ones(len(rows), np.bool_))
 
 
 def _put_kept(segment: Segment, answers: Sequence[Answer]) -> None:
@@ -239,17 +236,3 @@ def _put_kept(segment: Segment, answers: Sequence[Answer]) -> None:
         joined = join_kept(sets)
         segment.kept_sizes, segment.kept = np.zeros(len(segment.tokens), np.int32), joined["kept"]
         segment.kept_sizes[segment.sampled] = joined["kept_sizes"]
-
-
-def _put_routes(segment: Segment, first: int, rows: np.ndarray, valid: np.ndarray) -> None:
-    """The first record of a position is kept: its token was sampled with it. A later record comes from computing the
-    context again, after an eviction or on another engine."""
-    if segment.routes is None or segment.routes_valid is None:
-        segment.routes = np.zeros((len(segment.tokens), *rows.shape[1:]), rows.dtype)
-        segment.routes_valid = np.zeros(len(segment.tokens), np.bool_)
-    last = min(first + len(rows), len(segment.tokens))
-    count = max(0, last - first)  # an answer cut at a stop string has rows for tokens that were dropped
-    last = first + count
-    fresh = valid[:count] & ~segment.routes_valid[first:last]
-    segment.routes[first:last][fresh] = rows[:count][fresh]
-    segment.routes_valid[first:last] |= fresh

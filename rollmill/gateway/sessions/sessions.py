@@ -28,14 +28,14 @@ from pydantic import ConfigDict, TypeAdapter
 from rollmill.chat.format import ChatFormat, HistoryRewritten, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.sessions.causes import Declared, DeclaredCause, is_within, proven_cause
-from rollmill.gateway.sessions.flights import Flight
+from rollmill.gateway.sessions.flights import Asked, Flight
 from rollmill.gateway.sessions.segments import Continued, Mark, OpenSegment, Turn
 from rollmill.gateway.sessions.waits import Waits
 from rollmill.gateway.wire.answer import Answer
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import STRICT, Int31
 from rollmill.trajectories.storable import to_key, to_object
-from rollmill.types import Cause, Segment, TrafficClass, Trajectory
+from rollmill.types import Cause, TrafficClass, Trajectory
 
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -103,11 +103,6 @@ class Plan:
     cause: Cause = "start"
     encoded: bytes | None = None  # JSON of `tokens`, if there is one
 
-    @property
-    def context(self) -> list[int]:
-        """All tokens as a new list."""
-        return list(self.tokens)
-
     def turn(self, answer: Answer) -> Turn:
         return Turn(
             segment=self.segment,
@@ -171,16 +166,9 @@ class Session:
         return segment
 
     @contextlib.contextmanager
-    def flight(
-        self,
-        plan: Plan,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        grammar: str | None,
-        is_abandoned: Callable[[], bool],
-    ) -> Iterator[Flight]:
+    def flight(self, plan: Plan, asked: Asked, is_abandoned: Callable[[], bool]) -> Iterator[Flight]:
         """While the answer to a planned request is in flight. `is_abandoned`: whether its client has disconnected."""
-        flight = Flight(plan.cache, messages, tools, grammar, is_abandoned)
+        flight = Flight(plan.cache, asked, is_abandoned)
         self.flights.append(flight)
         try:
             yield flight
@@ -188,28 +176,26 @@ class Session:
             self.flights.remove(flight)
             flight.end()
 
-    async def wait_for_abandoned(self, messages: Sequence[Message], tools: Sequence[Tool], grammar: str | None) -> None:
+    async def wait_for_abandoned(self, asked: Asked) -> None:
         """Wait for an answer in flight to this request whose client has disconnected: this request repeats it."""
         for flight in list(self.flights):
-            if flight.is_abandoned() and flight.asks(messages, tools, grammar):
+            if flight.is_abandoned() and flight.asked.same_as(asked):
                 await flight.wait()
 
-    def undelivered(
-        self, messages: Sequence[Message], tools: Sequence[Tool], grammar: str | None
-    ) -> OpenSegment | None:
+    def undelivered(self, asked: Asked) -> OpenSegment | None:
         """The newest segment whose last answer this request asks for, if that answer may not have arrived. An answer
         that was cut is not given again."""
         for segment in reversed(self.segments.values()):
-            asked, answer = len(segment.messages) - 1, segment.turns[-1].answer
+            count, answer = len(segment.messages) - 1, segment.turns[-1].answer
             if (
                 segment.has_arrived
                 or answer.finish == "abort"
-                or any(span.sampling.grammar != grammar for span in answer.spans)
-                or asked != len(messages)
-                or segment.tools != tools
+                or any(span.sampling.grammar != asked.grammar for span in answer.spans)
+                or count != len(asked.messages)
+                or segment.tools != asked.tools
             ):
                 continue
-            if segment.shared_messages(messages) == asked:
+            if segment.shared_messages(asked.messages) == count:
                 return segment
         return None
 
@@ -304,13 +290,10 @@ class Session:
         return self._fork(base, start, plan).turn(answer)
 
     def build(self) -> Trajectory:
-        built: dict[str, Segment] = {}
-        for segment in self.segments.values():
-            built[segment.id] = segment.build(built[segment.parent.id] if segment.parent else None)
         facts = self.facts
         return Trajectory(
             id=facts.trajectory,
-            segments=list(built.values()),
+            segments=[segment.build() for segment in self.segments.values()],
             task_id=facts.task_id,
             group_id=facts.group_id,
             traffic=facts.traffic,

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.chat.first_call import can_cut
 from rollmill.chat.format import JSON_STYLE, ChatFormat, Tool
 from rollmill.errors import GatewayError
 from rollmill.gateway.wire.dialect import ModelRequest
@@ -37,7 +36,7 @@ def grammar_of(request: ModelRequest, format: ChatFormat) -> str | None:
 
 def check_one_call(request: ModelRequest, format: ChatFormat) -> None:
     """Raises 400 for a client that wants one call at a time, if this format writes several as one text."""
-    single = format.single_call or bool(request.forced) or can_cut(format)
+    single = format.single_call or bool(request.forced) or format.call_mark is not None
     if request.one_call and request.tools and not single:
         raise GatewayError(
             f"one tool call at a time is not supported with the chat format {format.name} of this model",

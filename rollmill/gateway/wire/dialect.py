@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -155,28 +156,30 @@ class StreamWriter(Protocol):
         ...
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     name: str
 
+    @abstractmethod
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         """Raises GatewayError for anything that is not a request of this format."""
-        ...
 
+    @abstractmethod
     def reply(self, reply: Reply) -> bytes: ...
+
+    @abstractmethod
+    def stream(self, request: ModelRequest, identity: Identity) -> StreamWriter: ...
+
+    @abstractmethod
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """The body of an error in this format's own shape."""
 
     def kept(self, reply: Reply) -> Stored | None:
         """What a later request can continue by the id of this reply; None in formats without stored replies."""
-        ...
-
-    def stream(self, request: ModelRequest, identity: Identity) -> StreamWriter: ...
-
-    def error(self, error: GatewayError) -> dict[str, Any]:
-        """The body of an error in this format's own shape."""
-        ...
+        return None
 
     def status(self, error: GatewayError) -> int:
-        """The HTTP status of an error, where this format has its own."""
-        ...
+        """The HTTP status of an error. A format may have its own."""
+        return error.status
 
 
 def error_text(error: GatewayError) -> str:

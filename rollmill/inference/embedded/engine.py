@@ -177,7 +177,7 @@ class EmbeddedEngine(Engine):
         limit = min(len(request.tokens) + request.sampling.max_tokens, self._context_limit)
         seed = request.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed % 2**64
-        return Generation(self._requests, request, stream, limit, seed, chunks.put)
+        return Generation(self._requests, request, stream, limit, chunks.put, seed)
 
     def _arrive(self, generation: Generation) -> None:
         """Requests of one turn of the event loop reach the decode loop together, so that a group on one prompt takes

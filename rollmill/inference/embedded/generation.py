@@ -1,10 +1,9 @@
-"""One request inside the engine: its growing context, and the facts about its tokens that are not sent yet."""
+"""One request inside the engine: its pages of the cache, and the facts about its tokens that are not sent yet."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,37 +11,25 @@ import numpy as np
 from rollmill.inference.embedded.drafts import Drafts
 from rollmill.inference.embedded.grammar import GrammarState
 from rollmill.inference.embedded.pages import key_of_bytes, page_key, root_key, token_bytes
-from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.inference.engine import GenerateChunk
+from rollmill.inference.open_request import OpenRequest
 from rollmill.types import FinishReason, PolicyRef
 
 
 @dataclass(eq=False)
-class Generation:
+class Generation(OpenRequest):
     """`blocks` are the pages with the keys and values of `tokens[:computed]`. The rest must be computed before the next
     token is sampled."""
 
-    number: int  # order of arrival; the highest is the newest
-    request: GenerateRequest
-    stream: bool
-    limit: int  # the length at which generation ends
     seed: int
-    deliver: Callable[[GenerateChunk | Exception], None]
     grammar: GrammarState | None = None
     drafts: Drafts = field(default_factory=Drafts)
-    tokens: list[int] = field(init=False)
-    is_rollout: bool = field(init=False)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     oldest: PolicyRef | None = None  # the oldest weights that wrote keys or values of `computed`
     named: int = 0  # pages that can be found by content: these and no later ones
     promised: list[bytes] = field(default_factory=list)  # keys of pages that it computes, and others wait for
-    cached_tokens: int = 0  # positions that were found and not computed
     started: bool = False  # it has been admitted once
-    arrived_at: float = field(default_factory=time.monotonic)
-    queued_seconds: float = 0.0
-    requeued_seconds: float = 0.0  # the part of it after the first token
-    first_token_at: float | None = None
-    sent_at: float = 0.0
     _sent: int = field(init=False)  # tokens before this one were sent; those after it have what follows
     _logprobs: list[float] = field(default_factory=list)
     _policies: list[tuple[PolicyRef, int]] = field(default_factory=list)  # how many tokens each sampled, in order
@@ -51,7 +38,6 @@ class Generation:
     _routes: list[np.ndarray] = field(default_factory=list)
     _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
     _routes_held: int = 0
-    _queued_since: float | None = None
     _attended: PolicyRef | None = None  # the oldest weights whose keys or values a sampled token attended to
     _keys: list[bytes] = field(default_factory=list)  # of its full pages, under `_keys_policy`
     _keys_policy: PolicyRef | None = None
@@ -60,22 +46,16 @@ class Generation:
     _same: bool = False  # what that comparison found
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.tokens)
-        self.is_rollout = self.request.traffic == "rollout"
+        super().__post_init__()
         self._sent = len(self.tokens)
-        self._queued_since = self.arrived_at
 
     @property
     def missing(self) -> int:
         return len(self.tokens) - self.computed
 
-    def admit(self) -> None:
+    def start(self) -> None:
+        super().start()
         self.started = True
-        if self._queued_since is not None:
-            waited = time.monotonic() - self._queued_since
-            self._queued_since = None
-            self.queued_seconds += waited
-            self.requeued_seconds += waited if self.first_token_at is not None else 0.0
 
     def continue_session(self, blocks: list[int], count: int, oldest: PolicyRef | None) -> None:
         """Goes on from the first `count` positions of the session's last turn. Their routes were reported by it."""
@@ -150,10 +130,6 @@ class Generation:
         if self.first_token_at is None:
             self.cached_tokens = 0
 
-    def requeue(self) -> None:
-        """It has lost its place and waits again."""
-        self._queued_since = time.monotonic()
-
     def advance(self, count: int, routes: np.ndarray | None, policy: PolicyRef) -> None:
         """Records that `count` more positions were computed with the weights of `policy`."""
         start, self.computed = self.computed, self.computed + count
@@ -224,23 +200,10 @@ class Generation:
             top_logprobs=self._best,
         )
         if finish is not None:
-            chunk.oldest_kv_policy, chunk.cached_tokens, chunk.timing = (
-                self._attended or self.oldest,
-                self.cached_tokens,
-                self._timing(),
-            )
+            chunk.oldest_kv_policy, chunk.cached_tokens = self._attended or self.oldest, self.cached_tokens
+            chunk.timing = self._timing()
         self._sent = len(self.tokens)
         self._logprobs, self._policies, self._kept, self._best, self._routes = [], [], [], [], []
         self._routes_sent, self._routes_held = self._routes_sent + self._routes_held, 0
         self.sent_at = time.monotonic()
         return chunk
-
-    def _timing(self) -> dict[str, float]:
-        now = time.monotonic()
-        waiting = 0.0 if self._queued_since is None else now - self._queued_since
-        return {
-            "queue_seconds": self.queued_seconds + waiting,
-            "requeue_seconds": self.requeued_seconds,
-            "first_token_seconds": (self.first_token_at or now) - self.arrived_at,
-            "total_seconds": now - self.arrived_at,
-        }

@@ -294,7 +294,7 @@ class Scheduler:
                 del queue[generation.number]
                 self.running[generation.number] = generation
                 self.prefixes.start(generation, policy)
-                generation.admit()
+                generation.start()
 
     def _has_place(self, generation: Generation) -> bool:
         if len(self.running) < self._config.max_batch:

@@ -183,7 +183,7 @@ class VllmEngine(Engine):
             _check_line(request, self._policy)
         self._requests += 1
         limit = min(len(request.tokens) + request.sampling.max_tokens, self._limit)
-        one = Generation(self._requests, request, stream, limit, self._model.vocab_size, chunks.put_nowait)
+        one = Generation(self._requests, request, stream, limit, chunks.put_nowait, self._model.vocab_size)
         self._waiting[one.number] = one
         self._fill()
         return one

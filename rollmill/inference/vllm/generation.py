@@ -1,16 +1,16 @@
-"""One request to a vLLM engine: its growing context, and the facts about its tokens that are not sent yet."""
+"""One request to a vLLM engine: what the server is asked, and the facts about its tokens that are not sent yet."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.inference.engine import GenerateChunk
+from rollmill.inference.open_request import OpenRequest
 from rollmill.trajectories.allowed_tokens import encode_kept
 from rollmill.types import FinishReason, PolicyRef, Sampling
 
@@ -30,32 +30,11 @@ class TokenSample(NamedTuple):
 
 
 @dataclass(eq=False)
-class Generation:
-    number: int  # order of arrival; the highest is the newest
-    request: GenerateRequest
-    stream: bool
-    limit: int  # the length at which generation ends
+class Generation(OpenRequest):
     vocab_size: int
-    deliver: Callable[[GenerateChunk | Exception], None]
-    tokens: list[int] = field(init=False)
-    arrived_at: float = field(default_factory=time.monotonic)
-    first_token_at: float | None = None
-    sent_at: float = 0.0
-    cached_tokens: int = 0
     _oldest: PolicyRef | None = None
     _fresh: list[tuple[TokenSample, PolicyRef, bytes]] = field(default_factory=list)
     _missing: str = ""
-    _queued_since: float | None = None
-    _queued_seconds: float = 0.0
-    _requeued_seconds: float = 0.0  # the part of it after the first token
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.request.tokens)
-        self._queued_since = self.arrived_at
-
-    @property
-    def is_rollout(self) -> bool:
-        return self.request.traffic == "rollout"
 
     @property
     def answered(self) -> int:
@@ -94,18 +73,10 @@ class Generation:
 
     def start(self) -> None:
         """A leg begins."""
-        if self._queued_since is not None:
-            waited = time.monotonic() - self._queued_since
-            self._queued_since = None
-            self._queued_seconds += waited
-            self._requeued_seconds += waited if self.first_token_at is not None else 0.0
+        super().start()
         sampling = self.request.sampling
         if self.answered and (sampling.presence_penalty or sampling.frequency_penalty):
             self._missing = UNKNOWN_PENALTY  # for the server these tokens belong to the prompt
-
-    def requeue(self) -> None:
-        """A leg was interrupted: it waits again."""
-        self._queued_since = time.monotonic()
 
     def add(self, sampled: TokenSample, policy: PolicyRef) -> None:
         self.tokens.append(sampled.token)
@@ -139,15 +110,6 @@ class Generation:
         self._fresh = []
         self.sent_at = time.monotonic()
         return chunk
-
-    def _timing(self) -> dict[str, float]:
-        now = time.monotonic()
-        return {
-            "queue_seconds": self._queued_seconds,
-            "requeue_seconds": self._requeued_seconds,
-            "first_token_seconds": (self.first_token_at or now) - self.arrived_at,
-            "total_seconds": now - self.arrived_at,
-        }
 
 
 def kept_tokens(sampling: Sampling, sampled: TokenSample, vocab_size: int) -> bytes:

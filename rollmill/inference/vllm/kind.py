@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from rollmill.errors import ConfigError
@@ -24,11 +23,8 @@ class Vllm:
     def __init__(self, config: VllmSettings) -> None:
         self._settings = config
 
-    def open(self, context: EngineContext) -> AbstractAsyncContextManager[VllmEngine]:
-        return self._open(context)
-
     @contextlib.asynccontextmanager
-    async def _open(self, context: EngineContext) -> AsyncIterator[VllmEngine]:
+    async def open(self, context: EngineContext) -> AsyncIterator[VllmEngine]:
         if context.form != FORM:
             raise ConfigError(f"a vLLM engine serves {FORM}, not {context.form}", hint=f'set form = "{FORM}"')
         process = Process(context.model, context.settings, self._settings, device=_device(context.device))

@@ -6,6 +6,7 @@ What it serves is given by its arguments: KIND NAME FORM, for example `line rl b
 
 from __future__ import annotations
 
+from rollmill.inference.engine import EngineContext
 from rollmill.inference.joining import Joining
 from rollmill.inference.server import serve_engine
 from rollmill.kinds import build
@@ -29,24 +30,27 @@ def main(run: RunDirectory, engine_name: str, kind: str, name: str, form: str) -
         home = store if run.config.store else Objects.open(run.url("store"), token=run.secrets["store_token"])
         store = Objects.open(run.store_path(region))
         mirror = Mirror(home, store, region)
+    context = EngineContext(
+        name=engine,
+        region=region,
+        model=run.config.model_of(_line(run, WeightStore(store), kind, name)),
+        settings=run.config.engine,
+        device="cpu" if spec.section.gpus == 0 else run.config.device,
+        form=form,
+        exact=run.config.numerics == "exact",
+        tokenizer=need_tokenizer(run),
+    )
     serve_engine(
-        run.config.engine,
-        run.config.model_of(_line(run, WeightStore(store), kind, name)),
+        context,
         WeightStore(store),
         line=line if kind != "channel" else run.config.line,
         mirror=mirror,
         pinned=int(number) if kind == "version" else None,
         channel=name if kind == "channel" else None,
-        name=engine,
-        region=region,
         port=run.ports.get(spec.role, 0),
         host="127.0.0.1" if run.ports else run.host,  # on a node of a cluster: its address there
-        device="cpu" if spec.section.gpus == 0 else run.config.device,
-        form=form,
-        exact=run.config.numerics == "exact",
         tls=server_tls(run),
         token=run.secrets["engine_token"],
-        tokenizer=need_tokenizer(run),
         kind=build(spec.section),
         joining=Joining(
             any_gateway(run),

@@ -9,12 +9,13 @@ import numpy as np
 from rollmill.chat.formats.choice import format_of
 from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.gateway.config import EngineEndpoint
-from rollmill.gateway.recording.entries import decode_turn, encode_turn, read_entries
+from rollmill.gateway.recording.entries import decode_turn, encode_turn
 from rollmill.gateway.routing.answer_builder import AnswerBuilder
 from rollmill.gateway.routing.engines import EngineState
 from rollmill.gateway.sessions.segments import Turn
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import PolicyRef, Sampling
+from tests.gateway.conftest import read_entries
 
 OLD, NEW = PolicyRef("main", 0, "bf16", "a"), PolicyRef("main", 1, "bf16", "b")
 

@@ -11,7 +11,7 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.wire.answer import Answer
 from rollmill.gateway.wire.answer_grammars import read_forced, read_schema
 from rollmill.gateway.wire.body import parse_object, to_bytes
-from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
+from rollmill.gateway.wire.dialect import Delta, Dialect, Identity, Limits, ModelRequest, Reply, error_text
 from rollmill.gateway.wire.dialects import fields
 from rollmill.gateway.wire.dialects.anthropic_request import (
     MALFORMED,
@@ -38,13 +38,12 @@ _ERROR_TYPES = {
 }
 
 
-class AnthropicMessages:
+class AnthropicMessages(Dialect):
     name = "anthropic"
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         tree = parse_object(body)
         ignored = fields.check_names(tree, _KNOWN, _NEUTRAL, _IGNORED)
-        max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
         user, session = parse_user(tree)
         choice = fields.field(tree, "tool_choice", dict) or {"type": "auto"}
         tools, deferred, dropped = parse_anthropic_tools(tree)
@@ -58,15 +57,13 @@ class AnthropicMessages:
             schema=read_schema("output_config.format", output),
             forced=read_forced(wanted, tools),
             one_call=fields.field(choice, "disable_parallel_tool_use", bool) is True,
-            sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
             stop=fields.stops("stop_sequences", tree.get("stop_sequences")),
-            stream=bool(fields.field(tree, "stream", bool)),
-            model=fields.field(tree, "model", str) or "",
             user=user,
             deferred=deferred,
             ignored=ignored,
             dropped=dropped,
             session=session,
+            **fields.common(tree, limits, ("max_tokens",)),
         )
 
     def reply(self, reply: Reply) -> bytes:
@@ -80,9 +77,6 @@ class AnthropicMessages:
                 "rollmill": reply.about,
             }
         )
-
-    def kept(self, reply: Reply) -> None:
-        return None
 
     def stream(self, request: ModelRequest, identity: Identity) -> EventWriter:
         return EventWriter(request, identity)

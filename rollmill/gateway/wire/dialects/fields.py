@@ -7,6 +7,7 @@ from typing import Any
 
 from rollmill.errors import GatewayError
 from rollmill.gateway.wire.body import to_bytes
+from rollmill.gateway.wire.dialect import Limits
 from rollmill.strict import short
 from rollmill.types import Sampling
 
@@ -80,6 +81,15 @@ def sampling(tree: Mapping[str, Any], stop_tokens: tuple[int, ...], max_tokens: 
         repetition_penalty=number(tree, "repetition_penalty", 0.01, 100.0),
         logit_bias=_biases(tree),
     )
+
+
+def common(tree: Mapping[str, Any], limits: Limits, max_tokens_names: Collection[str]) -> dict[str, Any]:
+    """The fields of a ModelRequest that have the same names in all dialects."""
+    return {
+        "sampling": sampling(tree, limits.stop_tokens, max_tokens(tree, max_tokens_names, limits.default_max_tokens)),
+        "stream": bool(field(tree, "stream", bool)),
+        "model": field(tree, "model", str) or "",
+    }
 
 
 def _biases(tree: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from rollmill.errors import GatewayError
 from rollmill.gateway.wire.answer import Answer
-from rollmill.gateway.wire.dialect import Identity, ModelRequest, Reply, TokenLogprob, error_text
+from rollmill.gateway.wire.dialect import Dialect, Identity, Limits, ModelRequest, Reply, TokenLogprob, error_text
 from rollmill.gateway.wire.dialects import fields
-from rollmill.inference.engine_wire import MOST_TOP_LOGPROBS
+from rollmill.inference.engine import MOST_TOP_LOGPROBS
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ERROR_CODES = {
@@ -19,8 +19,30 @@ _ERROR_CODES = {
     429: "rate_limit_exceeded",
     503: "service_unavailable",
 }
-DONE = b"data: [DONE]\n\n"
-HEARTBEAT = b": heartbeat\n\n"  # a comment of server-sent events
+_MOST_ANSWERS = 16
+
+
+class OpenAIDialect(Dialect):
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        return error_body(error)
+
+
+class OpenAIWriter:
+    """What the streams of chat completions and of completions have in common."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = head
+
+    def heartbeat(self) -> bytes:
+        return b": heartbeat\n\n"  # a comment of server-sent events
+
+    def error(self, error: GatewayError) -> bytes:
+        return fields.event(error_body(error))
+
+    def _end(self, reply: Reply) -> bytes:
+        wanted = reply.request.options.get("include_usage")
+        told = fields.event({**self._head, "choices": [], "usage": usage(reply)}) if wanted else b""
+        return told + b"data: [DONE]\n\n"
 
 
 def error_body(error: GatewayError) -> dict[str, Any]:
@@ -28,6 +50,21 @@ def error_body(error: GatewayError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = error.code or _ERROR_CODES.get(status)
     return {"error": {"message": error_text(error), "type": kind, "param": None, "code": code}}
+
+
+def common(tree: Mapping[str, Any], limits: Limits, *max_tokens: str) -> dict[str, Any]:
+    """The fields of a ModelRequest that have the same names in OpenAI's formats."""
+    return {**fields.common(tree, limits, max_tokens), "user": fields.field(tree, "user", str) or ""}
+
+
+def several(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that chat completions and completions have beside those."""
+    options = fields.field(tree, "stream_options", dict) or {}
+    return {
+        "stop": fields.stops("stop", tree.get("stop")),
+        "count": fields.integer(tree, "n", 1, _MOST_ANSWERS) or 1,
+        "options": {"include_usage": options.get("include_usage") is True},
+    }
 
 
 def head(id: str, kind: str, request: ModelRequest, identity: Identity) -> dict[str, Any]:

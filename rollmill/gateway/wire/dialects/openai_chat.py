@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from rollmill.chat.openai_messages import parse_messages, parse_tools
-from rollmill.errors import GatewayError
 from rollmill.gateway.wire.answer_grammars import read_forced, read_schema
 from rollmill.gateway.wire.body import parse_object, to_bytes
 from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, NewCall, Reply
 from rollmill.gateway.wire.dialects import fields, openai
 
-MOST_ANSWERS = 16
 # field -> values that have no effect
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -36,14 +34,12 @@ _KNOWN = fields.PENALTIES | frozenset(
 )
 
 
-class OpenAIChat:
+class OpenAIChat(openai.OpenAIDialect):
     name = "openai_chat"
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         tree = parse_object(body)
         ignored = fields.check_names(tree, _KNOWN, NEUTRAL, _IGNORED)
-        options = fields.field(tree, "stream_options", dict) or {}
-        max_tokens = fields.max_tokens(tree, ("max_completion_tokens", "max_tokens"), limits.default_max_tokens)
         tools = parse_tools(tree)
         logprobs = bool(fields.field(tree, "logprobs", bool))
         return ModelRequest(
@@ -51,18 +47,13 @@ class OpenAIChat:
             tools=tools,
             schema=read_schema("response_format", tree.get("response_format")),
             forced=read_forced(tree.get("tool_choice"), tools),
-            sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
-            stop=fields.stops("stop", tree.get("stop")),
-            stream=bool(fields.field(tree, "stream", bool)),
-            model=fields.field(tree, "model", str) or "",
-            user=fields.field(tree, "user", str) or "",
-            count=fields.integer(tree, "n", 1, MOST_ANSWERS) or 1,
             one_call=fields.field(tree, "parallel_tool_calls", bool) is False,
             logprobs=logprobs,
             top_logprobs=openai.read_top_logprobs(tree, logprobs),
-            options={"include_usage": options.get("include_usage") is True},
             ignored=ignored,
             cache_key=fields.field(tree, "prompt_cache_key", str) or "",
+            **openai.common(tree, limits, "max_completion_tokens", "max_tokens"),
+            **openai.several(tree),
         )
 
     def reply(self, reply: Reply) -> bytes:
@@ -82,25 +73,16 @@ class OpenAIChat:
         head = _head(reply.request, reply.identity, "chat.completion")
         return to_bytes({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about})
 
-    def kept(self, reply: Reply) -> None:
-        return None
-
     def stream(self, request: ModelRequest, identity: Identity) -> ChunkWriter:
         return ChunkWriter(request, identity)
 
-    def error(self, error: GatewayError) -> dict[str, Any]:
-        return openai.error_body(error)
 
-    def status(self, error: GatewayError) -> int:
-        return error.status
-
-
-class ChunkWriter:
+class ChunkWriter(openai.OpenAIWriter):
     """The events of a streamed answer as bytes."""
 
     def __init__(self, request: ModelRequest, identity: Identity) -> None:
+        super().__init__(_head(request, identity, "chat.completion.chunk"))
         self._request = request
-        self._head = _head(request, identity, "chat.completion.chunk")
         self._before = b"data: " + to_bytes(self._head)[:-1] + b","  # the same in all events
         self._sent: dict[tuple[int, int], int] = {}  # (answer, call) -> characters of its arguments
 
@@ -116,9 +98,6 @@ class ChunkWriter:
             return self._event(index, _piece(delta), logprobs=logprobs) + events
         return (self._event(index, _piece(delta)) if delta.text or delta.reasoning else b"") + events
 
-    def heartbeat(self) -> bytes:
-        return openai.HEARTBEAT
-
     def finish(self, reply: Reply) -> bytes:
         events = b""
         for index, answer in enumerate(reply.answers):
@@ -126,12 +105,7 @@ class ChunkWriter:
                 rest = call["function"]["arguments"][self._sent.get((index, number), 0) :]
                 events += self._call(index, NewCall(call["id"], number, call["function"]["name"], rest, True))
             events += self._event(index, {}, openai.finish_reason(answer), rollmill=reply.about)
-        if reply.request.options.get("include_usage"):
-            events += fields.event({**self._head, "choices": [], "usage": openai.usage(reply)})
-        return events + openai.DONE
-
-    def error(self, error: GatewayError) -> bytes:
-        return fields.event(openai.error_body(error))
+        return events + self._end(reply)
 
     def _call(self, index: int, call: NewCall) -> bytes:
         known = self._sent.get((index, call.number))

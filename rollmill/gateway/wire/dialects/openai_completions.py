@@ -13,8 +13,7 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.wire.body import parse_object, to_bytes
 from rollmill.gateway.wire.dialect import Delta, Identity, Limits, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.wire.dialects import fields, openai
-from rollmill.gateway.wire.dialects.openai_chat import MOST_ANSWERS
-from rollmill.inference.engine_wire import MOST_TOP_LOGPROBS
+from rollmill.inference.engine import MOST_TOP_LOGPROBS
 from rollmill.strict import short
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -28,29 +27,22 @@ _KNOWN = fields.PENALTIES | frozenset(
 )
 
 
-class OpenAICompletions:
+class OpenAICompletions(openai.OpenAIDialect):
     name = "openai_completions"
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         tree = parse_object(body)
         fields.check_names(tree, _KNOWN, _NEUTRAL, ())
         _refuse_echo(tree)
-        options = fields.field(tree, "stream_options", dict) or {}
-        max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
         best = fields.integer(tree, "logprobs", 0, MOST_TOP_LOGPROBS)
         return ModelRequest(
             messages=[],
             tools=[],
-            sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
-            stop=fields.stops("stop", tree.get("stop")),
-            stream=bool(fields.field(tree, "stream", bool)),
-            model=fields.field(tree, "model", str) or "",
-            user=fields.field(tree, "user", str) or "",
-            count=fields.integer(tree, "n", 1, MOST_ANSWERS) or 1,
             logprobs=best is not None,
             top_logprobs=best or 0,
             prompt=_prompt(tree.get("prompt")),
-            options={"include_usage": options.get("include_usage") is True},
+            **openai.common(tree, limits, "max_tokens"),
+            **openai.several(tree),
         )
 
     def reply(self, reply: Reply) -> bytes:
@@ -62,23 +54,14 @@ class OpenAICompletions:
         head = _head(reply.request, reply.identity)
         return to_bytes({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about})
 
-    def kept(self, reply: Reply) -> None:
-        return None
-
     def stream(self, request: ModelRequest, identity: Identity) -> TextWriter:
         return TextWriter(request, identity)
 
-    def error(self, error: GatewayError) -> dict[str, Any]:
-        return openai.error_body(error)
 
-    def status(self, error: GatewayError) -> int:
-        return error.status
-
-
-class TextWriter:
+class TextWriter(openai.OpenAIWriter):
     def __init__(self, request: ModelRequest, identity: Identity) -> None:
+        super().__init__(_head(request, identity))
         self._request = request
-        self._head = _head(request, identity)
 
     def start(self, prompt_tokens: int) -> bytes:
         return b""
@@ -88,20 +71,12 @@ class TextWriter:
         choice = _choice(index, delta.text, list(delta.tokens), logprobs, None)
         return fields.event({**self._head, "choices": [choice]})
 
-    def heartbeat(self) -> bytes:
-        return openai.HEARTBEAT
-
     def finish(self, reply: Reply) -> bytes:
         events = b""
         for index, answer in enumerate(reply.answers):
             choice = _choice(index, "", [], None, openai.finish_reason(answer))
             events += fields.event({**self._head, "choices": [choice], "rollmill": reply.about})
-        if reply.request.options.get("include_usage"):
-            events += fields.event({**self._head, "choices": [], "usage": openai.usage(reply)})
-        return events + openai.DONE
-
-    def error(self, error: GatewayError) -> bytes:
-        return fields.event(openai.error_body(error))
+        return events + self._end(reply)
 
 
 def _refuse_echo(tree: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ _IGNORED = frozenset(
 )
 
 
-class OpenAIResponses:
+class OpenAIResponses(openai.OpenAIDialect):
     name = "openai_responses"
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
@@ -50,14 +50,6 @@ class OpenAIResponses:
             tools=tools,
             schema=read_schema("text.format", text_format),
             forced=read_forced(_chosen(tree.get("tool_choice")), tools),
-            sampling=fields.sampling(
-                tree,
-                limits.stop_tokens,
-                fields.max_tokens(tree, ("max_output_tokens",), limits.default_max_tokens),
-            ),
-            stream=bool(fields.field(tree, "stream", bool)),
-            model=fields.field(tree, "model", str) or "",
-            user=fields.field(tree, "user", str) or "",
             one_call=fields.field(tree, "parallel_tool_calls", bool) is False,
             logprobs=logprobs,
             top_logprobs=openai.read_top_logprobs(tree, logprobs),
@@ -77,6 +69,7 @@ class OpenAIResponses:
             ignored=ignored,
             dropped=dropped,
             cache_key=fields.field(tree, "prompt_cache_key", str) or "",
+            **openai.common(tree, limits, "max_output_tokens"),
         )
 
     def continued(self, request: ModelRequest, limits: Limits, previous: Stored | None, find: FindItem) -> ModelRequest:
@@ -105,12 +98,6 @@ class OpenAIResponses:
 
     def stream(self, request: ModelRequest, identity: Identity) -> ItemWriter:
         return ItemWriter(request, identity)
-
-    def error(self, error: GatewayError) -> dict[str, Any]:
-        return openai.error_body(error)
-
-    def status(self, error: GatewayError) -> int:
-        return error.status
 
 
 class ItemWriter:
