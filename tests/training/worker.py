@@ -17,6 +17,7 @@ from typing import Any
 from rollmill import telemetry
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
+from rollmill.training.reproducible import on_sigterm
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import Version
 from tests.training.world import MODEL, STEPS, World
@@ -76,5 +77,8 @@ def run_trainer(
     trainer = world.trainer(parent=parent)
     if effect == "wait":
         trainer.run(STEPS)
-        (directory / "waiting").touch()
-    trainer.run(STEPS + 1 if effect == "wait" else STEPS)
+        with on_sigterm(trainer.stop):  # the signal may come before the second run listens
+            (directory / "waiting").touch()
+            trainer.run(STEPS + 1)
+    else:
+        trainer.run(STEPS)
