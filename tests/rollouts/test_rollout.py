@@ -17,9 +17,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill import telemetry
+from rollmill.demo.coding import CodingConfig, CodingHarness
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.reward import Reward
+from rollmill.environments.rewards.calls import Calls, CallsConfig
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
 from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.rollouts import rollout
@@ -250,7 +252,8 @@ async def test_engines_that_are_gone(world: World) -> None:
 
 async def test_a_machine_host_killed_in_the_middle(world: World) -> None:
     host = NamespaceHost()
-    context = replace(world.context, machines=host, grading_machines=host)
+    harness, grader = CodingHarness(CodingConfig(tool_timeout_s=60.0)), Calls(CallsConfig(timeout_s=60.0))
+    context = replace(world.context, machines=host, grading_machines=host, harness=harness, grader=grader)
 
     async def kill(session: str, turn: int) -> None:
         if turn == 2:
@@ -265,6 +268,7 @@ async def test_a_machine_host_killed_in_the_middle(world: World) -> None:
         world.engine.on_turn = None
         assert (await world.play(id="t1", context=context)).solved  # the next one finds a new machine host
     finally:
+        await harness.close()
         await host.close()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from rollmill import telemetry
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
+from rollmill.training.reproducible import on_sigterm
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import Version
 from tests.training.world import MODEL, STEPS, World
@@ -38,13 +39,6 @@ def die_after(effect: str) -> None:
         return result
 
     setattr(owner, method, wrapped)
-
-
-def report_waiting(file: Path) -> None:
-    """A SIGTERM before the trainer handles it would only end the process."""
-    while signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
-        time.sleep(0.01)
-    file.touch()
 
 
 def commit_late() -> None:
@@ -83,5 +77,8 @@ def run_trainer(
     trainer = world.trainer(parent=parent)
     if effect == "wait":
         trainer.run(STEPS)
-        threading.Thread(target=report_waiting, args=(directory / "waiting",), daemon=True).start()
-    trainer.run(STEPS + 1 if effect == "wait" else STEPS)
+        with on_sigterm(trainer.stop):  # the signal may come before the second run listens
+            (directory / "waiting").touch()
+            trainer.run(STEPS + 1)
+    else:
+        trainer.run(STEPS)
