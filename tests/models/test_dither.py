@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from rollmill.models.dither import dithered
-from rollmill.models.kernels.forms import is_quantised
-from rollmill.models.quantize import round_into
+from rollmill.models.host_tensors import round_into
 
 NAME = "layers.0.mlp.down"
 
 
 def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
-    if not is_quantised(form):
-        return values.to(torch.bfloat16).float()
     found = torch.empty_like(values)
     round_into([(NAME, values, found)], form)
     return found
