@@ -39,6 +39,7 @@ from tests.trajectories.build import start_group
         ('stages.rl.name="../main"', "name: String should match pattern"),
         ("rollouts.timeout=1", "unknown key 'rollouts.timeout'; did you mean 'rollouts.timeout_s'?"),
         ("model.layer=3", "did you mean 'model.layers'?"),
+        ('regions=["home"]', "'regions' is replaced by [[engines]]"),
         ('engines=[{count=2},{region="home-2"}]', "two engines are called 'home-2'"),
         ('engines=[{region="../away"}]', "region: String should match pattern"),
         ("engines=[{count=0}]", "count: "),

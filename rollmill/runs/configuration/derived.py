@@ -1,6 +1,4 @@
-"""What is done before a configuration is validated: misplaced settings are refused; absolute paths, and [model] of a
-checkpoint or another run, are filled in.
-"""
+"""What is filled in before a configuration is validated: absolute paths, and [model] of a checkpoint or another run."""
 
 from __future__ import annotations
 
@@ -10,8 +8,6 @@ from typing import Any
 from rollmill.errors import ConfigError
 from rollmill.kinds import resolve_paths
 from rollmill.training.stage import StageSection
-
-_OF_STAGES = ("steps", "groups_per_step", "group_size", "max_staleness", "midtrain", "training", "rl")
 
 
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
@@ -32,21 +28,6 @@ def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tls, dict):
         tree = {**tree, "tls": absolute(tls)}
     return tree
-
-
-def refuse_misplaced(tree: dict[str, Any]) -> None:
-    """Raise ConfigError for a setting at the top level that stages have, and for [trainer], which one may expect beside
-    [gateway] and [dispatcher]."""
-    if "trainer" in tree:
-        raise ConfigError(
-            "there is no section [trainer]: every stage has its own settings of the trainer",
-            hint="ranks, with one GPU each: stages.rl.training.ranks=2; the nodes for it: labels.trainer in [cluster]",
-        )
-    misplaced = [name for name in _OF_STAGES if name in tree]
-    if misplaced:
-        kinds = {name: f'[[stages]] kind = "{name}"' for name in ("midtrain", "rl")}
-        where = kinds.get(misplaced[0], f"stages.rl.{misplaced[0]}")
-        raise ConfigError(f"{misplaced[0]!r} is a setting of a stage", hint=f"write {where}")
 
 
 def model_of_checkpoint(directory: Path) -> dict[str, Any]:

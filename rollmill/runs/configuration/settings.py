@@ -34,7 +34,8 @@ from rollmill.models.config import ModelConfig, with_context
 from rollmill.models.counts import all_parameters
 from rollmill.rollouts.config import DispatcherConfig, RolloutConfig
 from rollmill.runs.configuration.autoscale_rule import BalanceConfig
-from rollmill.runs.configuration.derived import model_of_checkpoint, refuse_misplaced, shortened, with_absolute_paths
+from rollmill.runs.configuration.derived import model_of_checkpoint, shortened, with_absolute_paths
+from rollmill.runs.configuration.moved import refuse_moved
 from rollmill.runs.saved import saved_config
 from rollmill.runs.sink import SinkSection
 from rollmill.training.config import lr_by_size
@@ -216,7 +217,7 @@ class RunConfig(Config):
         [model]: then neither is read."""
         if not isinstance(tree, dict):
             return tree
-        refuse_misplaced(tree)
+        refuse_moved(tree)
         tree = with_absolute_paths(find_parts(tree))
         given, start = tree.get("model", {}), tree.get("start")
         if not isinstance(given, dict) or "vocab_size" in given:
