@@ -93,6 +93,7 @@ class _Step(StrictModel):
     reward: float | None = None
     done: bool = False
     invalid: bool = False
+    field: str | None = None
 
 
 class OpenEnvHarness(Harness):
@@ -156,8 +157,9 @@ class _Episode:
 
     async def begin(self, reset: dict[str, Any]) -> dict[str, Any]:
         """The first message to the model."""
-        self._field = await self._process.ask({"field": True})
-        return self._message(await self._ask({"reset": reset}))
+        step = await self._ask({"reset": reset})
+        self._field = step.field
+        return self._message(step)
 
     async def act(self, turn: int, answer: Any) -> dict[str, Any]:
         """Take the action that the model answered with. The next message to it."""

@@ -2,8 +2,8 @@
 
 The order is {"url", "server": command or none, "patience_s"}. The requests:
 
-    {"field": true}                    is the server there? The field of its actions that is required, if it is one
-    {"reset": {…}, "session": KEY}     begin an episode
+    {"field": true}                    is the server there? The field that its actions need, if it is one
+    {"reset": {…}, "session": KEY}     begin an episode; the answer has that field too
     {"step": {…}, "session": KEY}      act in it
     {"close": KEY}
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import time
 import urllib.request
@@ -27,6 +28,7 @@ _LONG_S = 7 * 86400.0  # the episode's own time limit is shorter
 @contextlib.asynccontextmanager
 async def opened(order: dict[str, Any]) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[Any]]]:
     from openenv.core.generic_client import GenericEnvClient
+    from websockets.exceptions import ConnectionClosed
 
     url = await start(order["server"]) if order["server"] else order["url"]
     clients: dict[str, Any] = {}
@@ -38,10 +40,10 @@ async def opened(order: dict[str, Any]) -> AsyncIterator[Callable[[dict[str, Any
             client = GenericEnvClient(url, message_timeout_s=_LONG_S, max_message_size_mb=_MEGABYTES)
             clients[session] = client
             try:
-                return told(await client.reset(**arguments))
-            except (ConnectionError, RuntimeError) as error:
+                return {**told(await client.reset(**arguments)), "field": await field(url)}
+            except (OSError, ConnectionClosed, RuntimeError) as error:
                 await close(session)
-                is_away = isinstance(error, ConnectionError) or "(code: CAPACITY_REACHED)" in str(error)
+                is_away = not isinstance(error, RuntimeError) or "(code: CAPACITY_REACHED)" in str(error)
                 if not is_away or time.monotonic() > until:
                     raise
                 await asyncio.sleep(0.2)
@@ -97,6 +99,7 @@ async def start(command: list[str]) -> str:
     while True:
         try:
             await asyncio.to_thread(fetch, f"{url}/health")
+            asyncio.create_task(process.wait()).add_done_callback(lambda ended: os._exit(1))  # the next one starts it
             return url
         except OSError as error:
             if process.returncode is not None:
