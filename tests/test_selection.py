@@ -182,9 +182,14 @@ def test_pytest_runs_fast_tests_and_the_chosen_slow_ones(tmp_path: Path) -> None
     (tmp_path / "chosen").write_text("tests/test_one.py\nray\n")
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", "tests"],
+        [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "xdist", "-p", "no:cacheprovider", "tests"],
         cwd=tmp_path,
-        env={**outside, "ROLLMILL_TEST_SELECTION": "chosen", "ROLLMILL_TEST_DURATIONS": "yes"},
+        env={
+            **outside,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "ROLLMILL_TEST_SELECTION": "chosen",
+            "ROLLMILL_TEST_DURATIONS": "yes",
+        },
         capture_output=True,
         text=True,
     )

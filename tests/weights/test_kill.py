@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,11 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import LineFollower, Mirror, Publisher, WeightStore
 from rollmill.weights.writing.publisher import Peers
+from tests.processes import SERVER
 from tests.storage.serving import served
 from tests.weights.build import history, publish_line, same
 from tests.weights.ranks import own_chunks, together
-from tests.weights.worker import in_child, killed_at, publish
-
-
-def run_worker(*arguments: object) -> int:
-    return subprocess.run([sys.executable, "-m", "tests.weights.worker", *map(str, arguments)]).returncode
+from tests.weights.worker import copy, in_child, killed_at, publish
 
 
 def check_line(path: Path, versions: list) -> int:
@@ -122,7 +117,10 @@ def test_a_copy_killed_at_any_step(tmp_path: Path, step: int) -> None:
     versions = publish_line(home, 4)
     Objects.open(away)
     with served(object_app(Objects.open(home))) as url:
-        assert run_worker("copy", url, away, step) == -signal.SIGKILL
+        copying = SERVER.Process(target=copy, args=(url, away, step))  # a fork of this process would have its server
+        copying.start()
+        copying.join()
+        assert copying.exitcode == -signal.SIGKILL
         alive = check_line(away, versions)
         assert alive < 4
         copied = Mirror(Objects.open(url), Objects.open(away)).copy("rl")

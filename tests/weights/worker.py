@@ -1,9 +1,8 @@
 """Processes that are killed in the middle of their work.
 
-python -m tests.weights.worker copy SOURCE TARGET KILL_AT     killed before its n-th step towards the disk
-python -m tests.weights.worker race STORE SEED LAST           publishes as fast as it can until fenced (exit 3)
+python -m tests.weights.worker STORE SEED LAST    publishes as fast as it can until fenced (exit 3)
 
-`publish` kills itself like `copy`; it is called in a child of this process. `killed_at`, `stopped_at` and `run_ranks`
+`copy` and `publish` kill their process before its n-th step towards the disk. `killed_at`, `stopped_at` and `run_ranks`
 kill or stop children of this process at their n-th call of the object store.
 """
 
@@ -120,9 +119,9 @@ def publish(store: Path, first: int, last: int, kill_at: int) -> None:
         publisher.publish(number, versions[number])
 
 
-def copy(source: str, target: str, kill_at: str) -> None:
-    mirror = Mirror(Objects.open(source), Objects.open(Path(target)))
-    die_at(int(kill_at))
+def copy(source: str, target: Path, kill_at: int) -> None:
+    mirror = Mirror(Objects.open(source), Objects.open(target))
+    die_at(kill_at)
     mirror.copy("rl")
 
 
@@ -166,4 +165,4 @@ def run_ranks(path: Path, size: int, last: int, killed: int = 0, kill_at: int = 
 
 
 if __name__ == "__main__":
-    {"copy": copy, "race": race}[sys.argv[1]](*sys.argv[2:])
+    race(*sys.argv[1:])

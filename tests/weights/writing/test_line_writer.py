@@ -110,11 +110,11 @@ def test_concurrent_take_overs_get_different_epochs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_trainers_at_full_speed(tmp_path: Path, store: WeightStore) -> None:
     """One publishes, a second takes over in the middle, then a third: never two at the same time."""
-    writers = [worker("race", tmp_path, 0, 10_000)]
+    writers = [worker(tmp_path, 0, 10_000)]
     for seed in (1, 2):
         assert writers[-1].stdout is not None
         begun = [writers[-1].stdout.readline() for _ in range(6)]
-        writers.append(worker("race", tmp_path, seed, 10_000))
+        writers.append(worker(tmp_path, seed, 10_000))
         said = writers[-2].communicate()[0].splitlines()
         assert writers[-2].returncode == FENCED, (begun, said)
         assert "fenced" in said[-1] and f":{writers[-1].pid}:" in said[-1]
