@@ -14,13 +14,14 @@ import sys
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines import agent_machine
 from rollmill.machines.agent_machine import AgentMachine, AgentMachineConfig, Ended
 from rollmill.machines.guest import cgroups
 from rollmill.machines.guest import frames as wire
+from rollmill.machines.guest.image_root import ImageRoot
 from rollmill.machines.images import services
 from rollmill.machines.images.image import BUILT_IN, Image, obtain_image
 from rollmill.machines.images.services import RunningServices
@@ -31,10 +32,16 @@ _AT_ONCE = 8  # children that get files by one request
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
-# of an image, what all machines of a host see: its packages and root (directories), and the architecture of its
-# programs if it is not the host's
-Seen = tuple[str | None, str | None, str | None]
-_NOTHING: Seen = (None, None, None)
+class Seen(NamedTuple):
+    """Of an image, what all machines of a host see."""
+
+    packages: str | None = None  # directories of this host
+    root: str | None = None
+    architecture: str | None = None  # of the root's programs, if it is not this host's
+    image: ImageRoot | None = None  # a whole OCI image
+
+
+_NOTHING = Seen()
 
 
 class NamespaceConfig(AgentMachineConfig):
@@ -52,7 +59,7 @@ class NamespaceHost(MachineHost):
         self.config = config or NamespaceConfig()
         self._sees = sees
         self._others: dict[Seen, NamespaceHost] = {}
-        self.architecture = sees[2] or ""
+        self.architecture = sees.architecture or ""
         self.measured_slowdown: float | None = None  # of programs of another architecture, once someone has asked
         self.limits: dict[str, Any] = {}  # what bounds machines on this host; known after start()
         self._process: subprocess.Popen[bytes] | None = None
@@ -138,7 +145,7 @@ class NamespaceHost(MachineHost):
 
     def _host_of(self, image: Image) -> NamespaceHost:
         """The host whose machines see what the image has. TaskError: its programs cannot run here."""
-        sees = (image.packages, image.root, emulated(image))
+        sees = Seen(image.packages, image.root, emulated(image), image.whole)
         if sees in (_NOTHING, self._sees):
             return self
         return self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
