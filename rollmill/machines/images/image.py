@@ -130,6 +130,11 @@ def load_oci(name: str) -> Image:
     return Image(name, found.digest, whole=found.root(kept.trees))
 
 
+def hold_images() -> int:
+    """An open file: while it is open, no OCI image is removed from this host."""
+    return Kept(images_directory()).hold()
+
+
 def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) -> Image:
     """The image of that name. TaskError if there is none, naming those there are; if it is damaged, or too large."""
     if name == BUILT_IN:

@@ -23,7 +23,7 @@ from rollmill.machines.guest import cgroups
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest.image_root import ImageRoot
 from rollmill.machines.images import services
-from rollmill.machines.images.image import BUILT_IN, Image, obtain_image
+from rollmill.machines.images.image import BUILT_IN, Image, hold_images, obtain_image
 from rollmill.machines.images.services import RunningServices
 from rollmill.machines.machine import USERS, Capabilities, MachineHost, Snapshot
 from rollmill.machines.namespace import emulation, launch
@@ -63,6 +63,7 @@ class NamespaceHost(MachineHost):
         self.measured_slowdown: float | None = None  # of programs of another architecture, once someone has asked
         self.limits: dict[str, Any] = {}  # what bounds machines on this host; known after start()
         self._process: subprocess.Popen[bytes] | None = None
+        self._holding: int | None = None  # an open file, while machines use an OCI image
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._measuring = asyncio.Lock()
@@ -176,6 +177,9 @@ class NamespaceHost(MachineHost):
     async def _close_own(self) -> None:
         self._lost("the machine host was closed")
         process, self._process = self._process, None
+        holding, self._holding = self._holding, None
+        if holding is not None:
+            os.close(holding)
         if process is None:
             return
         try:
@@ -198,6 +202,8 @@ class NamespaceHost(MachineHost):
             control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.setblocking(False)
             with other:
+                if self._sees.image is not None:
+                    self._holding = await asyncio.to_thread(hold_images)
                 self._process = _launch(other, self.config, self._sees)
             greeting = await _greeting(control, self._process)
             if "error" in greeting:

@@ -92,12 +92,17 @@ def run(*command: str | Path, **options: Any) -> str:
     return done.stdout
 
 
-def fetch_packages(names: Sequence[str], directory: Path) -> list[Path]:
-    """The archives of Debian packages, from the mirror of this host. Skips where it has none."""
-    directory.mkdir(parents=True, exist_ok=True)
+def fetch_packages(names: Sequence[str], directory: Path, *, needed: bool = False) -> list[Path]:
+    """The archives of Debian packages, from the mirror of this host; if `needed`, with all that they need. Skips where
+    there is none."""
+    (directory / "partial").mkdir(parents=True, exist_ok=True)
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         pytest.skip("apt-get and dpkg-deb are not here")
-    command = ["apt-get", "download", *names]
+    (directory / "status").touch()
+    options = ["-o", f"Dir::State::status={directory}/status", "-o", f"Dir::Cache::archives={directory}/"]
+    options += ["-o", "Debug::NoLocking=1", "-o", "APT::Sandbox::User="]
+    install = ["-y", "-qq", "--no-install-recommends", *options, "--download-only", "install"]
+    command = ["apt-get", *(install if needed else ["download"]), *names]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"the packages {' '.join(names)} cannot be fetched: {done.stderr.strip()[-300:]}")
