@@ -60,7 +60,7 @@ _RULES = "/proc/sys/fs/binfmt_misc"
 _SET_UP = wire.pack({"id": 0})
 _CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 _CAPABILITIES_OF_IMAGE = kernel.capability_sets(*image_root.RIGHTS)  # it handles files as root of the image does
-_FILES, _FILES_OF_IMAGE = 16384, 1 << 20  # most files of a machine; an image's packages have many
+_FILES, _BYTES_PER_FILE = 16384, 16384  # most files of a machine; of an image more if there is memory for them
 
 
 class Limits(NamedTuple):
@@ -145,7 +145,7 @@ class Plan(NamedTuple):
         plan = cls(limits.own_user, mounts, limits.confinement(), watchdog, limits.own_kernel, rule)
         if limits.image is None:
             return plan
-        most = _FILES_OF_IMAGE if limits.memory_counted else _FILES
+        most = max(_FILES, limits.memory // _BYTES_PER_FILE if limits.memory_counted else 0)
         stage = image_root.Stage.of(limits.image, ranges=limits.own_user, disk=limits.disk, files=most)
         return plan._replace(image=stage, mounts=mounts[-2:])
 

@@ -49,10 +49,11 @@ def debian(tmp_path_factory: pytest.TempPathFactory, images: Path) -> str:
     """Debian with a Python, pytest and a shell of its own. The scripts of its packages did not run."""
     place = tmp_path_factory.mktemp("debian")
     tree = unpack_packages(fetch_packages(_PACKAGES, place / "packages", needed=True), place / "tree")
-    shells = tar_of(
-        [link("usr/bin/sh", "bash"), link("usr/bin/python", "python3"), entry("usr/bin/awk", b"#!/bin/sh\n")]
-    )
-    return f"oci:{write_layout(place / 'layout', [tar_tree(tree), shells], Env=['PYTHONDONTWRITEBYTECODE=1'])}"
+    people = b"root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000:,,,:/home/user:/bin/bash\n"
+    own = [link("usr/bin/sh", "bash"), link("usr/bin/python", "python3"), entry("etc/passwd", people)]
+    own += [entry("home/"), entry("home/user/", uid=1000, gid=1000)]
+    layers = [tar_tree(tree), tar_of(own)]
+    return f"oci:{write_layout(place / 'layout', layers, User='user', Env=['PYTHONDONTWRITEBYTECODE=1'])}"
 
 
 @pytest.fixture(scope="session")

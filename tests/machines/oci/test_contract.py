@@ -17,6 +17,7 @@ from tests.machines import (
     test_processes,
     test_terminals,
 )
+from tests.machines.test_egress import port  # noqa: F401
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _MODULES = (test_containment, test_egress, test_loopback, test_namespace, test_processes, test_terminals)
@@ -26,6 +27,9 @@ _OF_OTHERS = {
     "test_images_are_directories_and_unknown_ones_are_named": "other images",
     "test_virtual_machines_and_their_forks_reach_the_same_names": "virtual machines",
     "test_python_is_used_interactively_in_a_virtual_machine": "virtual machines",
+    "test_a_machine_host_that_dies_is_an_infrastructure_failure_and_is_replaced": "it ends the host of other machines",
+    "test_a_machine_that_could_not_be_set_up_says_why": "it asks the host of other machines",
+    "test_whoever_is_cancelled_leaves_no_complaint_of_asyncio_behind": "it asks the host of other machines",
     "test_a_warm_python_behaves_like_a_cold_one": "there is no warm Python: an image has its own",
 }
 for _module in _MODULES:
