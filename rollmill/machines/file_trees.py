@@ -14,9 +14,8 @@ import io
 import tarfile
 from pathlib import Path
 
-from rollmill.machines.images.layers import safe_path
-from rollmill.machines.images.tar import ArchiveError, Entry, Tar
 from rollmill.machines.machine import WORK, Machine, check_tree
+from rollmill.machines.oci.tar import ArchiveError, Entry, Tar, safe_path
 
 LARGEST = 1 << 27  # bytes of a tree
 _MOST_ENTRIES = 1_000_000

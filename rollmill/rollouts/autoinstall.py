@@ -35,8 +35,8 @@ from rollmill.machines.images import image as images
 from rollmill.machines.images import layers
 from rollmill.machines.images.build import build_image, remove_image
 from rollmill.machines.images.image import ImageRecord, LayerRecord
-from rollmill.machines.images.tar import ArchiveError, Tar
 from rollmill.machines.machine import ExecResult, Machine, MachineHost, MachineSection, MachineWrapper
+from rollmill.machines.oci.tar import ArchiveError, Tar, safe_path, write_entry
 from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
 from rollmill.types import Sampling
 
@@ -228,9 +228,9 @@ def _keep(name: str, recipe: Recipe, packed: bytes, transcripts: list[list[dict[
         target.mkdir()
         try:
             for entry in (tar := Tar(io.BytesIO(packed), most_bytes=_LARGEST, most_entries=_MOST_ENTRIES)):
-                path = layers.safe_path(entry.name)
+                path = safe_path(entry.name)
                 if entry.kind == "file" and path is not None:
-                    layers.write(target, path, entry.mode, tar)
+                    write_entry(target, path, entry.mode, tar)
         except (ArchiveError, OSError) as error:
             raise TaskError(f"the work directory of the machine cannot be unpacked: {error}") from None
         layer = layers.keep(target, root)

@@ -18,8 +18,8 @@ from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.task_machine import create_machine, stays_inside
 from rollmill.environments.tasks.jsonl import check_path
 from rollmill.errors import MachineError, TaskError
-from rollmill.machines.images.tar import ArchiveError, Entry, Tar
 from rollmill.machines.machine import WORK, Machine, MachineHost
+from rollmill.machines.oci.tar import ArchiveError, Entry, Tar
 
 PACK_S = 20.0  # an agent whose work directory takes longer to pack hands in nothing
 _MAX_ARCHIVE = 1 << 27  # bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from rollmill.machines.namespace.client import NamespaceHost
 from tests.cli.conftest import Told
 from tests.cli.test_init import shell
 from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401
+from tests.machines.oci.making import fetch_packages, unpack_packages
 from tests.test_repo import ROOT
 
 GUIDES, EXAMPLES = ROOT / "docs" / "guides", ROOT / "examples"
@@ -126,3 +128,18 @@ async def test_the_reward_of_the_example_takes_whatever_is_handed_in(
     (section,) = load_config(RewardsFile, tmp_path / "r.toml").rewards
     reward = await build(section).grade(Episode(Task("t", "x"), {"main.py": source}, NamespaceHost()))
     assert reward.value == value
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("umoci") is None, reason="umoci is not installed")
+def test_the_guide_to_docker_images_works_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = unpack_packages(fetch_packages(["busybox-static"], tmp_path / "packages"), tmp_path / "tree")
+    (tmp_path / "programs").mkdir()
+    shutil.copy(next(path for path in tree.glob("**/bin/busybox")), tmp_path / "programs/busybox")
+    monkeypatch.setenv("PATH", f"{tmp_path}/programs:{os.environ['PATH']}")
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    (tmp_path / "here").mkdir()
+    printed = shell("\n".join(blocks("bring-your-docker-image.md", "", 3)), tmp_path / "here")
+    assert "0\n/app\nfrom the image\nblue\n" in printed, printed
+    assert "oci:shop:v1" in printed and "removed oci:shop:v1" in printed and "0.0 MiB freed" in printed
+    assert not list((tmp_path / "images/oci/trees").glob("[0-9a-f]*"))

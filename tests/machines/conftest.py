@@ -25,7 +25,7 @@ from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost, N
 CONFIG = NamespaceConfig(memory_mb=128, disk_mb=16, processes=32)
 # A machine host without control groups and without spare user ids, as an ordinary user has it. It is started as an
 # ordinary user too: the kernel never limits the processes of the real root, so a fork bomb would have no end.
-_BARE = """#!/bin/sh
+BARE = """#!/bin/sh
 exec unshare --mount sh -c '
     mount -t tmpfs -o ro none /sys/fs/cgroup
     exec setpriv --reuid=61234 --regid=61234 --clear-groups --bounding-set=-setuid --inh-caps=-all "$@"
@@ -48,7 +48,7 @@ async def start_bare_host(directory: Path, config: NamespaceConfig = CONFIG) -> 
     if os.geteuid() != 0:
         return await start_host(config)
     wrapper = directory / "python"
-    wrapper.write_text(_BARE.format(python=sys.executable))
+    wrapper.write_text(BARE.format(python=sys.executable))
     wrapper.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", str(wrapper))

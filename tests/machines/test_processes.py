@@ -64,7 +64,7 @@ async def test_a_process_is_marked_before_the_next_command_begins() -> None:
 _FAILING = """
 import os
 from rollmill.machines.guest import run_command as command
-def refuse(): raise OSError("no user namespaces")
+def refuse(*_): raise OSError("no user namespaces")
 command._confine, command._call_root = lambda *_: None, refuse
 os.dup2(os.open("/dev/null", os.O_RDONLY), command.GROUP)  # like the group of a machine that is gone: nobody enters it
 order, confinement = command.Order(["true"], "/", {}, b"", 1.0, 100), command.Confinement({}, None, warm=False)

@@ -29,9 +29,9 @@ from rollmill.errors import MachineError
 from rollmill.machines import fidelity
 from rollmill.machines.file_trees import get_tree, put_tree
 from rollmill.machines.images.image import BUILT_IN, load_image
-from rollmill.machines.images.tar import Tar
 from rollmill.machines.machine import WORK, Snapshot
 from rollmill.machines.namespace.emulation import kernel_directory
+from rollmill.machines.oci.tar import Tar
 from rollmill.machines.pool import Pool, PoolConfig
 from rollmill.machines.probe import probe
 from rollmill.machines.qemu import ram

@@ -1,4 +1,4 @@
-"""`rollmill images build | autoinstall | list | push | pull | rm`: machine images of your own."""
+"""`rollmill images build | autoinstall | list | push | pull | rm | gc`: machine images of your own."""
 
 from __future__ import annotations
 
@@ -183,21 +183,37 @@ def push(name: Name, store: Store) -> None:
 @app.command("pull")
 def pull(
     name: Name,
-    store: Store,
+    store: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="STORE", help="a directory or a URL, where `rollmill images push` wrote it; none for oci:"
+        ),
+    ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Take an operating system from there too: parts of it run outside machines.")
     ] = False,
 ) -> None:
-    """Get an image from an object store.
+    """Get an image from an object store, or an OCI image from its registry.
 
     For example:
 
         rollmill images pull mini s3://bucket/images
+        rollmill images pull oci:registry.example/shop:v1
 
-    Every layer is checked against its digest. An image with an operating system of its own needs --trust, on each host.
+    Every layer is checked against its digest. An image with an operating system of its own needs --trust, on each host;
+    an OCI image does not, because nothing of it runs outside machines. What a tag of a registry leads to is looked up
+    once: this command looks again.
     """
-    from rollmill.machines.images.image import fetch_image
+    from rollmill.machines.images.image import fetch_image, images_directory
+    from rollmill.machines.oci.image_reference import is_oci
+    from rollmill.machines.oci.kept_images import Kept
 
+    if is_oci(name):
+        kept = Kept(images_directory()).fetch(name)
+        typer.echo(f"{name}@{kept.digest[:19]}  {_size(kept.bytes)}")
+        return
+    if store is None:
+        raise ConfigError(f"no store for the image {name!r}", hint=f"rollmill images pull {name} STORE")
     record = fetch_image(name, store, trust=trust)
     if record is None:
         raise TaskError(f"{store} has no image {name!r}", hint="`rollmill images push` writes one")
@@ -219,9 +235,11 @@ def list_all() -> None:
 
     from rollmill.machines.images.build import list_images
     from rollmill.machines.images.image import images_directory
+    from rollmill.machines.oci.image_reference import PREFIX
+    from rollmill.machines.oci.kept_images import Kept
 
-    images = list_images()
-    if not images:
+    images, whole = list_images(), Kept(images_directory()).all()
+    if not images and not whole:
         typer.echo(f"no image in {images_directory()} ($ROLLMILL_IMAGES); `rollmill images build` makes one")
         return
     table = Table("name", "digest", "size", "Python", "requirements", "fidelity")
@@ -233,6 +251,10 @@ def list_all() -> None:
         scores = ", ".join(f"{kind} {distance:.2f}" for kind, distance in record.fidelity.items())
         row = (record.digest[:12], _size(record.bytes), record.python, ", ".join(wanted), scores)
         table.add_row(name, *(cell or "-" for cell in row))
+    for found, image in whole:
+        if image is not None:
+            users = f"user {image.user or 'root'}, {image.directory}"
+            table.add_row(f"{PREFIX}{found.reference}", found.digest[7:19], _size(image.bytes), users, "-", "-")
     Console(highlight=False, markup=False).print(table)
     typer.echo(f"in {images_directory()} ($ROLLMILL_IMAGES)")
 
@@ -244,10 +266,31 @@ def remove(name: Name) -> None:
     For example:
 
         rollmill images rm mini
+        rollmill images rm oci:registry.example/shop:v1
     """
     from rollmill.machines.images.build import remove_image
+    from rollmill.machines.images.image import images_directory
+    from rollmill.machines.oci.image_reference import is_oci
+    from rollmill.machines.oci.kept_images import Kept
 
-    typer.echo(f"removed {name}, {_size(remove_image(name))} freed")
+    freed = Kept(images_directory()).remove(name) if is_oci(name) else remove_image(name)
+    typer.echo(f"removed {name}, {_size(freed)} freed")
+
+
+@app.command("gc")
+def collect() -> None:
+    """Remove what no OCI image needs: layers that no name leads to, and what killed processes left.
+
+    For example:
+
+        rollmill images gc
+
+    While machines of an OCI image run, or an image is fetched, nothing is removed.
+    """
+    from rollmill.machines.images.image import images_directory
+    from rollmill.machines.oci.kept_images import Kept
+
+    typer.echo(f"{_size(Kept(images_directory()).collect())} freed")
 
 
 def _size(count: int) -> str:

@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from rollmill.machines.guest import computer, layout, seccomp, terminal
+from rollmill.machines.guest import computer, image_root, layout, seccomp, terminal
 from rollmill.machines.guest import file_requests as files
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest import linux as kernel
@@ -59,6 +59,8 @@ _HOME_FILES = tuple((f"{layout.HOME}/{name}", text.encode()) for name, text in c
 _RULES = "/proc/sys/fs/binfmt_misc"
 _SET_UP = wire.pack({"id": 0})
 _CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
+_CAPABILITIES_OF_IMAGE = kernel.capability_sets(*image_root.RIGHTS)  # it handles files as root of the image does
+_FILES, _BYTES_PER_FILE = 16384, 16384  # most files of a machine; of an image more if there is memory for them
 
 
 class Limits(NamedTuple):
@@ -77,11 +79,12 @@ class Limits(NamedTuple):
     # made before its command is known. What else runs in the machine sees that process.
     own_kernel: bool = False
     emulation: str | None = None  # the rule by which the kernel starts the emulator of the machine's programs
+    image: image_root.ImageRoot | None = None  # what the machine's root is made of, if it is an OCI image
 
     def confinement(self) -> command.Confinement:
         wanted = {
             # twice: address space is not memory. A control group or the watchdog counts what is really used.
-            resource.RLIMIT_AS: 2 * self.memory,
+            **({} if self.image and self.memory_counted else {resource.RLIMIT_AS: 2 * self.memory}),
             resource.RLIMIT_FSIZE: self.disk,
             resource.RLIMIT_NOFILE: self.open_files,
             # 1 and not 0: a program of the host that takes core files from a pipe is not started then
@@ -97,7 +100,14 @@ class Limits(NamedTuple):
         for which, value in wanted.items():
             _, hard = resource.getrlimit(which)
             rlimits[which] = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        return command.Confinement(rlimits, self.filter, warm=self.emulation is None, apart=self.apart)
+        warm = self.emulation is None and self.image is None
+        return command.Confinement(rlimits, self.filter, warm=warm, apart=self.apart, identity=self._identity())
+
+    def _identity(self) -> command.Identity:
+        if self.image is None:
+            return command.Identity()
+        rights = image_root.RIGHTS if self.own_user else None
+        return command.Identity(self.image.user, self.image.group, self.image.groups, rights)
 
 
 class Plan(NamedTuple):
@@ -110,11 +120,12 @@ class Plan(NamedTuple):
     watchdog: Watchdog
     ahead: bool  # whether a process is made before its command is known
     rule: bytes | None  # for the kernel, to run programs of another architecture
+    image: image_root.Stage | None = None
 
     @classmethod
     def of(cls, limits: Limits) -> Plan:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
-        options = f"size={limits.disk},nr_inodes=16384,uid={layout.USER_ID},gid={layout.USER_ID}"
+        options = f"size={limits.disk},nr_inodes={_FILES},uid={layout.USER_ID},gid={layout.USER_ID}"
         mounts = (
             ("tmpfs", layout.WORK, "tmpfs", flags, f"{options},mode=755"),
             ("tmpfs", layout.TEMPORARY, "tmpfs", flags, f"{options},mode=1777"),
@@ -128,18 +139,25 @@ class Plan(NamedTuple):
             limits.memory_counted,
             -1,
             _SELDOM_S if limits.own_kernel else _WATCH_INTERVAL_S,
+            (layout.WORK, layout.TEMPORARY, layout.HOME) if limits.image is None else ("/",),
         )
         rule = None if limits.emulation is None else limits.emulation.encode()
-        return cls(limits.own_user, mounts, limits.confinement(), watchdog, limits.own_kernel, rule)
+        plan = cls(limits.own_user, mounts, limits.confinement(), watchdog, limits.own_kernel, rule)
+        if limits.image is None:
+            return plan
+        most = max(_FILES, limits.memory // _BYTES_PER_FILE if limits.memory_counted else 0)
+        stage = image_root.Stage.of(limits.image, ranges=limits.own_user, disk=limits.disk, files=most)
+        return plan._replace(image=stage, mounts=mounts[-2:])
 
 
 def main(connection: int, plan: Plan) -> NoReturn:
     """Run a machine to its end, in the process that was just cloned for it, after `prepare`."""
     try:
-        keep_only(connection, command.GROUP if plan.confinement.apart else None)
-        watchdog = _lock_in(plan)
+        users = command.USERS if plan.confinement.identity.rights is not None else None
+        keep_only(connection, command.GROUP if plan.confinement.apart else None, users)
+        watchdog, opened = _lock_in(plan)
         wire.send(CONNECTION, _SET_UP)
-        _serve(CONNECTION, plan, watchdog)
+        _serve(CONNECTION, plan, watchdog, opened)
     except BrokenPipeError:
         pass
     except Exception as error:
@@ -148,46 +166,58 @@ def main(connection: int, plan: Plan) -> NoReturn:
         os._exit(0)
 
 
-def keep_only(connection: int, commands: int | None = None) -> None:
-    """Close every open file but the standard streams, our own socket, which becomes CONNECTION, and the file by which
-    commands enter their group, which becomes command.GROUP."""
-    if commands is None:
-        os.dup2(connection, CONNECTION, inheritable=False)
-        kernel.close_from(CONNECTION + 1)
-        return
-    commands = fcntl.fcntl(commands, fcntl.F_DUPFD_CLOEXEC, command.GROUP + 1)  # CONNECTION would overwrite it below
-    os.dup2(connection, CONNECTION, inheritable=False)
-    os.dup2(commands, command.GROUP, inheritable=False)
-    kernel.close_from(command.GROUP + 1)
+def keep_only(connection: int, commands: int | None = None, users: int | None = None) -> None:
+    """Close every open file but the standard streams, our own socket, which becomes CONNECTION, the file by which
+    commands enter their group, which becomes command.GROUP, and a user namespace, which becomes command.USERS."""
+    wanted = {CONNECTION: connection, command.GROUP: commands, command.USERS: users}
+    # beyond all of them, because the numbers may be those of one another
+    held = {
+        number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, command.USERS + 1)
+        for number, file in wanted.items()
+        if file is not None
+    }
+    kernel.close_from(CONNECTION, command.USERS)
+    for number, file in held.items():
+        os.dup2(file, number, inheritable=False)
+    kernel.close_from(command.USERS + 1)
 
 
 def prepare(plan: Plan) -> None:
     """What a machine inherits from the process that clones it, its cloner or the first process of a guest."""
-    user = 0 if plan.own_user else layout.USER_ID
+    user = 0 if plan.own_user else plan.confinement.identity.user
+    group = 0 if plan.own_user else plan.confinement.identity.group
     if plan.own_user:  # otherwise the kernel forbids it; the groups that stay give access to nothing in here
         os.setgroups([])
-    os.setresgid(user, user, user)
+    os.setresgid(group, group, group)
     os.setresuid(user, user, user)
     _share()
     kernel.sethostname(layout.HOST_NAME)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 
 
-def _lock_in(plan: Plan) -> Watchdog:
+def _lock_in(plan: Plan) -> tuple[Watchdog, image_root.Open | None]:
     """The order matters: each step still has the rights it needs."""
+    opened = None if plan.image is None else image_root.enter(plan.image, plan.mounts)
+    sockets = _set_up_root(plan) if opened is None else opened.sockets
+    _count_on()
+    _open_loopback(low_ports=plan.image is not None)
+    kept = _CAPABILITIES if plan.image is None else _CAPABILITIES_OF_IMAGE
+    kernel.set_capabilities(kept if plan.own_user else command.NO_CAPABILITIES)
+    protect()
+    os.chdir("/")  # not the work directory, which could then not be unmounted when the machine forks
+    return plan.watchdog._replace(sockets=sockets), opened
+
+
+def _set_up_root(plan: Plan) -> int:
+    """What belongs to this machine in the root of all. Returns the open file by which sockets are counted."""
     for arguments in plan.mounts:
         kernel.mount(*arguments)
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
     if plan.rule is not None:
         _emulate(plan.rule)
     _furnish_home()
-    _count_on()
     kernel.mount(layout.INIT, "/proc/1", None, kernel.MS_BIND)  # hides pid 1
-    _open_loopback()
-    kernel.set_capabilities(_CAPABILITIES if plan.own_user else command.NO_CAPABILITIES)
-    protect()
-    os.chdir("/")  # not the work directory, which could then not be unmounted when the machine forks
-    return plan.watchdog._replace(sockets=sockets)
+    return sockets
 
 
 def _emulate(rule: bytes) -> None:
@@ -230,12 +260,18 @@ def _share() -> None:
             os.close(setting)
 
 
-def _open_loopback() -> None:
-    """The machine reaches itself and nobody else. Buffers of its connections stay as small as usage.py counts them."""
+def _open_loopback(*, low_ports: bool) -> None:
+    """The machine reaches itself and nobody else. Buffers of its connections stay as small as usage.py counts them.
+    `low_ports`: any user may listen at ports below 1024, as in a container."""
     kernel.raise_loopback()
-    for name in ("/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem"):
-        setting = os.open(name, os.O_WRONLY)
-        os.write(setting, _BUFFERS)
+    settings = {
+        "tcp_rmem": _BUFFERS,
+        "tcp_wmem": _BUFFERS,
+        **({"ip_unprivileged_port_start": b"0"} if low_ports else {}),
+    }
+    for name, value in settings.items():
+        setting = os.open(f"/proc/sys/net/ipv4/{name}", os.O_WRONLY)
+        os.write(setting, value)
         os.close(setting)
 
 
@@ -246,10 +282,17 @@ def protect() -> None:
 
 
 @contextlib.contextmanager
-def _as_user(own_user: bool) -> Iterator[None]:
+def _as_user(plan: Plan) -> Iterator[None]:
     """Be the user of the commands for a while. A process that runs meanwhile cannot reach pid 1: its real user stays
     another, signals to pid 1 have no effect, and the filter refuses the rest."""
-    if not own_user:
+    if plan.image is not None:
+        try:
+            with plan.image.as_user(plan.image.root.user, plan.image.root.group):
+                yield
+        finally:
+            protect()
+        return
+    if not plan.own_user:
         yield
         return
     os.setegid(layout.USER_ID)
@@ -262,8 +305,8 @@ def _as_user(own_user: bool) -> Iterator[None]:
         protect()
 
 
-def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
-    confinement, processes = plan.confinement, Processes()
+def _serve(connection: int, plan: Plan, watchdog: Watchdog, opened: image_root.Open | None) -> None:
+    confinement, processes = plan.confinement, Processes(None if opened is None else opened.outputs)
     ready: command.Ready | None = None
     while True:
         if plan.ahead and ready is None and not select.select([connection], [], [], _IDLE_S)[0]:
@@ -285,7 +328,7 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
                 end, meanwhile = processes.end_command, processes.take_output
                 reply, data = command.run(order, confinement, connection, watchdog, end, meanwhile, made)
             elif header["op"] == "start":
-                number = processes.start(_order(header, body), confinement, partial(_open_terminal, plan.own_user))
+                number = processes.start(_order(header, body), confinement, partial(_open_terminal, plan))
                 reply, data = {"process": number}, b""
             elif header["op"] in ("state", "input", "resize"):
                 reply, data = _ask_process(processes.get(header["process"]), header, body)
@@ -297,9 +340,11 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
                 reply, data = {}, b""
             elif header["op"] == "stop":
                 reply, data = processes.stop(header["process"])
+            elif plan.image is not None and opened is not None and header["op"] in ("snapshot", "restore"):
+                reply, data = _handle_layer(plan.image, opened, header, body)
             else:
-                with _as_user(plan.own_user):
-                    reply, data = _handle_files(header, body)
+                with _as_user(plan):
+                    reply, data = _handle_files(header, body, plan.image)
         except OSError as error:
             reply, data = {"errno": error.errno or errno.EIO, "path": error.filename}, b""
             # this failed before the command began; what a command causes is in its result
@@ -317,8 +362,22 @@ def _order(header: dict[str, Any], body: bytes) -> command.Order:
     return order if order.cwd[:1] in ("/", "") else order._replace(cwd=f"{layout.WORK}/{order.cwd}")
 
 
-def _open_terminal(own_user: bool, rows: int, columns: int) -> tuple[int, int]:
-    with _as_user(own_user):  # it belongs to the user of the commands
+def _handle_layer(
+    stage: image_root.Stage, opened: image_root.Open, header: dict[str, Any], body: bytes
+) -> tuple[dict[str, Any], bytes]:
+    """What the machine has written to its root, out and in."""
+    try:
+        with stage.as_user(0, 0):
+            if header["op"] == "snapshot":
+                return {}, image_root.pack(stage, opened.upper, header["max_bytes"])
+            image_root.unpack(stage, body)
+            return {}, b""
+    finally:
+        protect()
+
+
+def _open_terminal(plan: Plan, rows: int, columns: int) -> tuple[int, int]:
+    with _as_user(plan):  # it belongs to the user of the commands
         return terminal.open_pair(rows, columns)
 
 
@@ -357,14 +416,15 @@ def _hand_over_listener(connection: int, number: object) -> None:
         wire.send(connection, wire.pack({"errno": error.errno or errno.EIO, "id": number}))
 
 
-def _handle_files(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+def _handle_files(header: dict[str, Any], body: bytes, image: image_root.Stage | None) -> tuple[dict[str, Any], bytes]:
     match header["op"]:
         case "read":
             return {}, files.read(header["path"], header["max_bytes"])
         case "write":
             files.write_all(header["files"], body)
         case "pack":
-            return {}, files.pack_directory(header["path"], header["max_bytes"], whole=header["whole"])
+            path = header["path"] if image is None else image.path(header["path"])
+            return {}, files.pack_directory(path, header["max_bytes"], whole=header["whole"])
         case "snapshot":
             return {}, files.pack_directory(layout.WORK, header["max_bytes"])
         case "restore":

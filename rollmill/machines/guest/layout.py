@@ -10,6 +10,7 @@ PACKAGES = "/opt/packages"  # Python packages of the image, if it has any
 CODE = "/opt/host"  # the machine host's own source, until the machine host has imported it; then empty
 EMULATOR = "/opt/emulator"  # of programs of another architecture, if the image has such
 NATIVE = "/opt/native"  # the agent's C library, where the image has programs of another architecture
+LAYERS = "/opt/layers"  # of an OCI image, until its machines have a root of their own
 INIT = "/run/initctl"  # what commands see as /proc/1
 USER = "user"
 USER_ID = 1000

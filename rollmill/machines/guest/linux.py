@@ -118,12 +118,12 @@ def as_after_fork() -> None:
     _after_fork_in_child()
 
 
-def close_from(first: int) -> None:
+def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
     """Close all files from `first` on. os.closerange is slow where Python was built for an older C library."""
     if _close_range is not None:
-        _check(_close_range(first, 0xFFFFFFFF, 0), "close_range")
+        _check(_close_range(first, last, 0), "close_range")
     else:
-        _syscall(_SYS_CLOSE_RANGE, "close_range", first, ctypes.c_uint(0xFFFFFFFF), 0)
+        _syscall(_SYS_CLOSE_RANGE, "close_range", first, ctypes.c_uint(last), 0)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
@@ -167,6 +167,11 @@ def enter_mounts(namespace: int) -> None:
     _check(_libc.setns(namespace, CLONE_NEWNS), "setns")
 
 
+def enter_users(namespace: int) -> None:
+    """Enter a user namespace, an open file, with all rights in it."""
+    _check(_libc.setns(namespace, CLONE_NEWUSER), "setns")
+
+
 def pivot_root(new: str, old: str) -> None:
     _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root")
 
@@ -194,14 +199,15 @@ def get_capabilities() -> ctypes.Array[ctypes.c_char]:
 
 
 @contextlib.contextmanager
-def files_as(user: int, *capabilities: int) -> Iterator[None]:
-    """Create files as `user` of the same group, with no other effective capabilities than these, for a while."""
+def files_as(user: int, *capabilities: int, group: int | None = None) -> Iterator[None]:
+    """Handle files as a user, with no other effective capabilities than these, for a while. The group has the same
+    number, unless `group` is given."""
     before = get_capabilities()
     _, permitted, inheritable, _, permitted_high, inheritable_high = struct.unpack("=6I", before.raw)
     effective = sum(1 << capability for capability in capabilities)
     sets = struct.pack("=6I", effective, permitted, inheritable, 0, permitted_high, inheritable_high)
     try:
-        _libc.setfsgid(user)
+        _libc.setfsgid(user if group is None else group)
         _libc.setfsuid(user)  # it also drops effective capabilities
         set_capabilities(ctypes.create_string_buffer(sets))
         yield

@@ -83,7 +83,9 @@ class Process:
 class Processes:
     """All processes of a machine that were started and not yet forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int | None = None) -> None:
+        """`outputs`: an open directory for what processes print; else it is in layout.TEMPORARY."""
+        self._outputs = outputs
         self._by_id: dict[int, Process] = {}
         self._started = 0
 
@@ -101,7 +103,9 @@ class Processes:
         mark = (_LEAST + self._started, _LEAST + _PROCESSES - self._started)
         if len(self._by_id) >= MOST or self._started >= _PROCESSES:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        output = os.open(layout.TEMPORARY, os.O_TMPFILE | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_TMPFILE | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+        place = layout.TEMPORARY if self._outputs is None else "."
+        output = os.open(place, flags, 0o600, dir_fd=self._outputs)
         ours, its = None, output
         try:
             if order.pty is not None:

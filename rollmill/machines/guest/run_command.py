@@ -21,6 +21,7 @@ from rollmill.machines.guest.stolen_time import Clock
 from rollmill.machines.guest.usage import Watchdog
 
 GROUP = 4  # in pid 1: the open file by which a command enters its control group (cgroups.py), if it has one
+USERS = 5  # in pid 1: the user namespace that commands enter, if its root is an image's
 ROOT = "root"
 NO_CAPABILITIES = kernel.capability_sets()
 
@@ -37,6 +38,15 @@ class Order(NamedTuple):
     longest_s: float = 0.0  # `timeout_s` and what the machine may be kept from the processor, see stolen_time.py
 
 
+class Identity(NamedTuple):
+    """Who a command is."""
+
+    user: int = layout.USER_ID
+    group: int = layout.USER_ID
+    groups: tuple[int, ...] = ()
+    rights: tuple[int, ...] | None = None  # of root over files and users; None: a command enters no namespace at USERS
+
+
 class Confinement(NamedTuple):
     """The limits that are put on a command before it starts."""
 
@@ -44,6 +54,7 @@ class Confinement(NamedTuple):
     filter: seccomp.Filter | None  # of system calls
     warm: bool = True  # whether pid 1 is the Python that a command calls `python`
     apart: bool = False  # whether commands enter a control group of their own
+    identity: Identity = Identity()
 
 
 def run(
@@ -161,7 +172,7 @@ def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoR
         order = Order(**{**request[0], "stdin": request[1]})
         os.close(3)
         if order.user == ROOT:
-            _call_root()
+            _call_root(confinement.identity)
         if order.stdin:
             stdin = os.memfd_create("stdin")
             _fill(stdin, order.stdin)
@@ -219,6 +230,8 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
         os.dup2(writing, 2)
         if confinement.apart:  # not before: an error must reach the output of the command
             os.write(GROUP, cgroups.ENTER)
+        if confinement.identity.rights is not None:
+            kernel.enter_users(USERS)
         kernel.close_from(3)
         os.setsid()
         if order.pty is not None:
@@ -280,25 +293,41 @@ def _execute(argv: list[str]) -> NoReturn:
 
 def _confine(confinement: Confinement, user: str | None = None) -> None:
     """The order matters: each step still has the rights it needs."""
-    os.setresgid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
-    os.setresuid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
-    kernel.set_capabilities(NO_CAPABILITIES)
+    identity = confinement.identity
+    if identity.rights is None:
+        _become_user(identity.user, identity.group)
+        kernel.set_capabilities(NO_CAPABILITIES)
+    else:
+        _become_one_of_many(identity, user)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its /proc/self belongs to it
     _prefer_as_victim()
     for which, value in confinement.rlimits.items():
         resource.setrlimit(which, (value, value))
-    if user == ROOT:
-        _call_root()
+    if user == ROOT and identity.rights is None and identity.user != 0:
+        _call_root(identity)
     if confinement.filter is not None:
         seccomp.install(confinement.filter)
 
 
-def _call_root() -> None:
+def _become_user(user: int, group: int) -> None:
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+
+
+def _become_one_of_many(identity: Identity, wanted: str | None) -> None:
+    """In the user namespace of an image. Its root has rights there, and nobody else has any."""
+    user, group, groups = (0, 0, (0,)) if wanted == ROOT else (identity.user, identity.group, identity.groups)
+    os.setgroups(groups)
+    _become_user(user, group)
+    kernel.set_capabilities(kernel.capability_sets(*(identity.rights or ())) if user == 0 else NO_CAPABILITIES)
+
+
+def _call_root(identity: Identity) -> None:
     """Let the user of the commands have the name root and the number 0, for this process and what it starts. It is the
     same user: it gets no right, and owns the same files. A user namespace gives capabilities in itself; they go at
     once, and with no_new_privs no program brings them back. The limits are set before, so they hold above it too."""
     kernel.unshare(kernel.CLONE_NEWUSER)
-    maps = (("setgroups", b"deny"), ("gid_map", b"0 %d 1" % layout.USER_ID), ("uid_map", b"0 %d 1" % layout.USER_ID))
+    maps = (("setgroups", b"deny"), ("gid_map", b"0 %d 1" % identity.group), ("uid_map", b"0 %d 1" % identity.user))
     for name, text in maps:
         file = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(file, text)

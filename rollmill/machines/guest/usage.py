@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from typing import Literal, NamedTuple
 
-from rollmill.machines.guest import layout
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PIPE_BYTES = 16 * _PAGE  # the kernel's default; the filter refuses to change it
 # net.core.rmem_default + wmem_default. agent.py bounds TCP at less, and the filter ignores requests for more.
@@ -24,6 +22,7 @@ class Watchdog(NamedTuple):
     counted: bool  # a control group bounds the memory of processes and files
     sockets: int  # an open /proc/net/sockstat; agent.py hides its name
     interval_s: float  # between two counts
+    places: tuple[str, ...]  # directories whose file systems are in memory
 
     def exceeded(self) -> Literal["memory", "processes"] | None:
         commands = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
@@ -31,8 +30,12 @@ class Watchdog(NamedTuple):
             return "processes"
         used = int(os.pread(self.sockets, 256, 0).split()[2]) * _SOCKET_BYTES  # "sockets: used 3\nTCP: …"
         if not self.counted:
-            used += sum(map(_private, commands)) + _files() + sum(map(_open_files, commands)) * _PIPE_BYTES
+            used += sum(map(_private, commands)) + self._files() + sum(map(_open_files, commands)) * _PIPE_BYTES
         return "memory" if used > self.memory else None
+
+    def _files(self) -> int:
+        status = [os.statvfs(directory) for directory in self.places]
+        return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in status)
 
 
 def _private(pid: int) -> int:
@@ -51,8 +54,3 @@ def _open_files(pid: int) -> int:
         return max(os.stat(f"/proc/{pid}/fd").st_size - 3, 0)
     except OSError:
         return 0
-
-
-def _files() -> int:
-    status = [os.statvfs(directory) for directory in (layout.WORK, layout.TEMPORARY, layout.HOME)]
-    return sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in status)

@@ -3,6 +3,7 @@
     host-python           built in: an empty work directory on the programs of this host
     a folder              below the directory that `machine.images` names: its files are the start of the work directory
     a built image         `rollmill images build NAME`: layers for the work directory, Python packages, or both
+    oci:…                 an OCI image: its whole file system is the machine's (rollmill/machines/oci)
 
 Built images are kept in one place per user, by content: the same content has the same digest, and a name points to one.
 Images share the layers that they have in common (layers.py).
@@ -39,9 +40,12 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rollmill.errors import ObjectMissing, TaskError
 from rollmill.machines.agent_machine import AgentMachineConfig
+from rollmill.machines.guest.image_root import ImageRoot
 from rollmill.machines.images import layers
 from rollmill.machines.images.os_layer import architecture_of, python_version, unpacked_root
 from rollmill.machines.images.services import STATE, Service
+from rollmill.machines.oci.image_reference import is_oci
+from rollmill.machines.oci.kept_images import Kept
 from rollmill.storage.objects import Objects
 
 BUILT_IN = "host-python"
@@ -78,6 +82,7 @@ class Image:
     root: str | None = None  # directory of this host: an operating system instead of this host's programs
     state: str | None = None  # file of this host: what the services start with
     architecture: str | None = None  # of the operating system, as `uname -m` prints it; None: this host's, or unknown
+    whole: ImageRoot | None = None  # an OCI image that is all that its machines see
 
     def services_state(self) -> bytes:
         """What the services start with: a tar of their directories."""
@@ -87,7 +92,8 @@ class Image:
     @property
     def reference(self) -> str:
         """What records name: `NAME@DIGEST`. The built-in image is whatever the host has."""
-        return f"{self.name}@{self.digest}" if self.digest else self.name
+        given = self.name.partition("@")[0] if self.whole else self.name
+        return f"{given}@{self.digest}" if self.digest else given
 
 
 def images_directory() -> Path:
@@ -107,11 +113,26 @@ def python_platform(root: str | None = None) -> str:
 
 
 async def obtain_image(name: str, config: AgentMachineConfig) -> Image:
-    """The image of that name, fetched from the store of images if it is not on this host. Errors as `load_image`."""
+    """The image of that name, fetched from its registry or from the store of images if it is not on this host. Errors
+    as `load_image`."""
+    if is_oci(name):
+        return await asyncio.to_thread(load_oci, name)
     folder = config.images is not None and Path(config.images, name).is_dir()
     if config.image_store is not None and name != BUILT_IN and not folder and find_record(name) is None:
         await asyncio.to_thread(_fetch_once, name, config.image_store)
     return load_image(name, config.images, max_bytes=config.image_mb << 20)
+
+
+def load_oci(name: str) -> Image:
+    """An OCI image, fetched and unpacked if it is not on this host. TaskError: it cannot be had."""
+    kept = Kept(images_directory())
+    found = kept.obtain(name)
+    return Image(name, found.digest, whole=found.root(kept.trees))
+
+
+def hold_images() -> int:
+    """An open file: while it is open, no OCI image is removed from this host."""
+    return Kept(images_directory()).hold()
 
 
 def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) -> Image:

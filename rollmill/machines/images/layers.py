@@ -18,13 +18,13 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import zstandard
 
 from rollmill.errors import ObjectExists, ObjectMissing, TaskError
-from rollmill.machines.images.tar import ArchiveError, Tar
+from rollmill.machines.oci.tar import ArchiveError, Tar, safe_path, write_entry
 from rollmill.storage.objects import Objects
 
 _LARGEST = 4 << 30  # bytes of an unpacked layer
@@ -123,25 +123,7 @@ def unpack(tar: Tar, target: Path) -> None:
             continue
         if path is None or entry.kind != "file" or "__pycache__" in path.split("/")[:-1]:  # no digest covers those
             raise TaskError(f"a layer has an entry that is no plain file: {entry.name!r}")
-        write(target, path, entry.mode, tar)
-
-
-def write(target: Path, path: str, mode: int, tar: Tar) -> None:
-    """Write the content of the current entry of an archive."""
-    place = target / path
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("xb") as file:  # a second entry of the same name is refused by the operating system
-        tar.copy_to(file)
-    place.chmod(0o755 if mode & 0o100 else 0o644)
-
-
-def safe_path(name: str) -> str | None:
-    """A relative path that stays inside, without its leading dot; None if there is none."""
-    path = PurePosixPath(name)
-    parts = [part for part in path.parts if part != "."]
-    if path.is_absolute() or ".." in parts or "\0" in name or not parts or len(name) > 1024:
-        return None
-    return "/".join(parts)
+        write_entry(target, path, entry.mode, tar)
 
 
 def _key(layer: str) -> str:

@@ -1,60 +1,32 @@
-"""Files of an OCI image: a layout directory, or an archive of one, as `skopeo copy`, `podman save` and others write it.
+"""Files of an OCI image: what is below one directory of it, as the start of a work directory.
 
-It is parsed here, with nothing of it executed, and everything in it is untrusted. Every blob is checked against the
-digest that names it. Of the layers only regular files below one directory are taken; later layers replace or remove
-("whiteouts") what earlier ones have. Links and devices are left out. A path that leads outside refuses the image.
+Of the layers only regular files below that directory are taken; later layers replace or remove ("whiteouts") what
+earlier ones have. Links and devices are left out. A path that leads outside refuses the image. Machines that are the
+whole image: rollmill/machines/oci.
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import io
-import json
 import shutil
 import tempfile
-import zlib
 from pathlib import Path
-from typing import IO, Any
-
-import zstandard
-from pydantic import BaseModel, Field, ValidationError
 
 from rollmill.errors import TaskError
-from rollmill.machines.images import layers
-from rollmill.machines.images.tar import ArchiveError, Entry, Tar
+from rollmill.machines.oci.documents import Descriptor
+from rollmill.machines.oci.oci_layout import UNREADABLE, Layout, open_archive, plain
+from rollmill.machines.oci.tar import Entry, Tar, safe_path, write_entry
 
-_MOST_JSON = 4 << 20
 _LARGEST = 4 << 30  # bytes of all files that are taken
-_LARGEST_ARCHIVE = 16 << 30  # bytes of an archive of a layout, with every layer as it is packed
 _MOST_ENTRIES = 1_000_000
-_UNREADABLE = (zstandard.ZstdError, OSError, EOFError, zlib.error)  # what decompressors raise
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
-
-
-class Descriptor(BaseModel):
-    mediaType: str = ""
-    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    size: int = Field(0, ge=0)
-
-
-class Index(BaseModel):
-    manifests: list[Descriptor] = Field(min_length=1, max_length=64)
-
-
-class Manifest(BaseModel):
-    layers: list[Descriptor] = Field(max_length=1000)
 
 
 def take_files(image: Path, inside: str, target: Path) -> None:
     """Write the regular files of an image that are below the directory `inside` to `target`."""
     prefix = inside.strip("/")
     with tempfile.TemporaryDirectory(prefix="rollmill-oci-") as temporary:
-        layout = image
-        if image.is_file():
-            layout = Path(temporary)
-            _open_archive(image, layout)
-        manifest = _manifest(layout)
+        layout = open_archive(image, Path(temporary)) if image.is_file() else Layout(image)
+        manifest = layout.read_manifest(layout.manifest())
         target.mkdir(parents=True)
         taken = 0
         for layer in manifest.layers:
@@ -63,72 +35,13 @@ def take_files(image: Path, inside: str, target: Path) -> None:
         raise TaskError(f"{image} has no files below {inside!r}", hint="--inside names a directory of the image")
 
 
-def _open_archive(image: Path, target: Path) -> None:
-    """Unpack the layout itself: index.json, oci-layout and blobs/sha256/*."""
-    try:
-        with image.open("rb") as file:
-            tar = Tar(_plain(file), most_bytes=_LARGEST_ARCHIVE, most_entries=_MOST_ENTRIES)
-            for entry in tar:
-                path = layers.safe_path(entry.name)
-                if path is None:
-                    if entry.name.strip("./"):
-                        raise TaskError(f"{image} has an entry that leads outside: {entry.name!r}")
-                elif entry.kind == "file" and (
-                    path in ("index.json", "oci-layout") or path.startswith("blobs/sha256/")
-                ):
-                    layers.write(target, path, entry.mode, tar)
-    except (ArchiveError, *_UNREADABLE) as error:
-        raise TaskError(
-            f"{image} is not an archive of an OCI image: {str(error).partition(chr(10))[0]}",
-            hint="`podman save --format oci-archive` and `skopeo copy … oci-archive:FILE` write one",
-        ) from None
-
-
-def _manifest(layout: Path) -> Manifest:
-    try:
-        index = Index.model_validate(_json(layout / "index.json"))
-        for _ in range(3):  # an index may lead to another one
-            content = json.loads(_blob(layout, index.manifests[0]))
-            if "layers" in content:
-                return Manifest.model_validate(content)
-            index = Index.model_validate(content)
-    except (OSError, ValueError, ValidationError, RecursionError, TypeError) as error:
-        raise TaskError(
-            f"{layout} is not an OCI layout: {error}", hint="`skopeo copy docker://IMAGE oci:DIRECTORY` writes one"
-        ) from None
-    raise TaskError(f"{layout}: its index leads to no manifest")
-
-
-def _json(path: Path) -> Any:
-    if path.stat().st_size > _MOST_JSON:
-        raise ValueError(f"{path.name} is too large")
-    return json.loads(path.read_bytes())
-
-
-def _path(layout: Path, descriptor: Descriptor) -> Path:
-    path = layout / "blobs" / "sha256" / descriptor.digest.removeprefix("sha256:")
-    if path.is_symlink() or not path.is_file():
-        raise TaskError(f"the blob {descriptor.digest} is missing")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != path.name:
-            raise TaskError(f"the blob {descriptor.digest} is damaged")
-    return path
-
-
-def _blob(layout: Path, descriptor: Descriptor) -> bytes:
-    path = _path(layout, descriptor)
-    if path.stat().st_size > _MOST_JSON:
-        raise ValueError("a manifest is too large")
-    return path.read_bytes()
-
-
-def _apply(layout: Path, layer: Descriptor, prefix: str, target: Path, taken: int) -> int:
+def _apply(layout: Layout, layer: Descriptor, prefix: str, target: Path, taken: int) -> int:
     """Apply one layer. Returns the bytes that have been written so far."""
     try:
-        with _path(layout, layer).open("rb") as file:
-            tar = Tar(_plain(file), most_bytes=_LARGEST, most_entries=_MOST_ENTRIES, needs_end=False)  # as of umoci
+        with layout.blob(layer).open("rb") as file:
+            tar = Tar(plain(file), most_bytes=_LARGEST, most_entries=_MOST_ENTRIES, needs_end=False)  # as of umoci
             for entry in tar:
-                path = layers.safe_path(entry.name.lstrip("/"))
+                path = safe_path(entry.name.lstrip("/"))
                 if path is None:
                     if entry.name.strip("./"):
                         raise TaskError(f"a layer of the image has an entry that leads outside: {entry.name!r}")
@@ -137,7 +50,7 @@ def _apply(layout: Path, layer: Descriptor, prefix: str, target: Path, taken: in
                 if taken > _LARGEST:
                     raise TaskError(f"the image has more than {_LARGEST >> 30} GiB of files")
                 _take(tar, entry, path, prefix, target)
-    except (ArchiveError, *_UNREADABLE) as error:
+    except UNREADABLE as error:
         raise TaskError(f"the layer {layer.digest} cannot be read: {error}") from None
     return taken
 
@@ -161,7 +74,7 @@ def _take(tar: Tar, entry: Entry, path: str, prefix: str, target: Path) -> None:
         return
     _remove(inside, target)
     if entry.kind == "file":
-        layers.write(target, inside, entry.mode, tar)
+        write_entry(target, inside, entry.mode, tar)
 
 
 def _below(path: str, prefix: str) -> str | None:
@@ -187,14 +100,3 @@ def _remove(inside: str | None, target: Path, *, is_above: bool = False) -> None
             shutil.rmtree(place)
         else:
             place.unlink(missing_ok=True)
-
-
-def _plain(file: IO[bytes]) -> IO[bytes]:
-    """The tar of a layer, whatever it is compressed with. What its media type says is not believed."""
-    start = file.read(4)
-    file.seek(0)
-    if start[:2] == b"\x1f\x8b":
-        return gzip.open(file)  # type: ignore[return-value]
-    if start == b"\x28\xb5\x2f\xfd":
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file))
-    return file

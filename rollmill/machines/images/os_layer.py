@@ -29,8 +29,7 @@ from pathlib import Path
 import zstandard
 
 from rollmill.errors import TaskError
-from rollmill.machines.images import layers
-from rollmill.machines.images.tar import ArchiveError, Tar
+from rollmill.machines.oci.tar import ArchiveError, Tar, safe_path
 
 ARCHIVE = "root.tar.zst"  # the layer's file
 _NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{0,63}")
@@ -171,7 +170,7 @@ def unpacked_root(layer: Path, root: Path) -> str:
 
 def _unpack(tar: Tar, tree: Path) -> None:
     for entry in tar:
-        path = layers.safe_path(entry.name)
+        path = safe_path(entry.name)
         if path is None:
             if entry.name.strip("./"):
                 raise TaskError(f"an operating system has an entry that leads outside: {entry.name!r}")
@@ -183,7 +182,7 @@ def _unpack(tar: Tar, tree: Path) -> None:
                 place.chmod(entry.mode & 0o755 | 0o700)
         elif entry.kind == "link":
             place.symlink_to(entry.target)
-        elif entry.kind == "hard link" and (linked := layers.safe_path(entry.target)) is not None:
+        elif entry.kind == "hard link" and (linked := safe_path(entry.target)) is not None:
             os.link(_inside(tree, linked), place, follow_symlinks=False)
         elif entry.kind == "file":
             with place.open("xb") as file:

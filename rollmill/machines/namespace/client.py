@@ -14,15 +14,16 @@ import sys
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines import agent_machine
 from rollmill.machines.agent_machine import AgentMachine, AgentMachineConfig, Ended
 from rollmill.machines.guest import cgroups
 from rollmill.machines.guest import frames as wire
+from rollmill.machines.guest.image_root import ImageRoot
 from rollmill.machines.images import services
-from rollmill.machines.images.image import BUILT_IN, Image, obtain_image
+from rollmill.machines.images.image import BUILT_IN, Image, hold_images, obtain_image
 from rollmill.machines.images.services import RunningServices
 from rollmill.machines.machine import USERS, Capabilities, MachineHost, Snapshot
 from rollmill.machines.namespace import emulation, launch
@@ -31,10 +32,16 @@ _AT_ONCE = 8  # children that get files by one request
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
-# of an image, what all machines of a host see: its packages and root (directories), and the architecture of its
-# programs if it is not the host's
-Seen = tuple[str | None, str | None, str | None]
-_NOTHING: Seen = (None, None, None)
+class Seen(NamedTuple):
+    """Of an image, what all machines of a host see."""
+
+    packages: str | None = None  # directories of this host
+    root: str | None = None
+    architecture: str | None = None  # of the root's programs, if it is not this host's
+    image: ImageRoot | None = None  # a whole OCI image
+
+
+_NOTHING = Seen()
 
 
 class NamespaceConfig(AgentMachineConfig):
@@ -52,10 +59,11 @@ class NamespaceHost(MachineHost):
         self.config = config or NamespaceConfig()
         self._sees = sees
         self._others: dict[Seen, NamespaceHost] = {}
-        self.architecture = sees[2] or ""
+        self.architecture = sees.architecture or ""
         self.measured_slowdown: float | None = None  # of programs of another architecture, once someone has asked
         self.limits: dict[str, Any] = {}  # what bounds machines on this host; known after start()
         self._process: subprocess.Popen[bytes] | None = None
+        self._holding: int | None = None  # an open file, while machines use an OCI image
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._measuring = asyncio.Lock()
@@ -138,7 +146,7 @@ class NamespaceHost(MachineHost):
 
     def _host_of(self, image: Image) -> NamespaceHost:
         """The host whose machines see what the image has. TaskError: its programs cannot run here."""
-        sees = (image.packages, image.root, emulated(image))
+        sees = Seen(image.packages, image.root, emulated(image), image.whole)
         if sees in (_NOTHING, self._sees):
             return self
         return self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
@@ -169,6 +177,9 @@ class NamespaceHost(MachineHost):
     async def _close_own(self) -> None:
         self._lost("the machine host was closed")
         process, self._process = self._process, None
+        holding, self._holding = self._holding, None
+        if holding is not None:
+            os.close(holding)
         if process is None:
             return
         try:
@@ -191,6 +202,8 @@ class NamespaceHost(MachineHost):
             control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.setblocking(False)
             with other:
+                if self._sees.image is not None:
+                    self._holding = await asyncio.to_thread(hold_images)
                 self._process = _launch(other, self.config, self._sees)
             greeting = await _greeting(control, self._process)
             if "error" in greeting:

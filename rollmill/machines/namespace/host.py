@@ -18,6 +18,7 @@ where it kills for lack of memory, it says so.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -27,10 +28,11 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from rollmill.machines.guest import agent, cgroups, layout, seccomp
+from rollmill.machines.guest import agent, cgroups, image_root, layout, seccomp
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.namespace import forks, inodes
 from rollmill.machines.namespace.slot import Cloner
@@ -38,6 +40,7 @@ from rollmill.machines.namespace.slot import Cloner
 # Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
 # 0x6FFFFFFF). Two per machine: one for pid 1, one for its commands, because the kernel counts processes by user id.
 _HIGHEST_USER = 0x70010000
+_HIGHEST_RANGE = 0x7FFE0000  # users of images count up from _HIGHEST_USER to here, 65,536 per slot
 _AHEAD = 8  # machines that are made ahead
 _AT_ONCE = 4  # of them are made at the same time, at most
 _CLONERS = 32  # of slots that nobody uses; each holds about a megabyte
@@ -68,10 +71,14 @@ class Host:
         self._control = socket.socket(fileno=state["control"])
         self._identities: int = state["identities"]
         self._groups = _usable(cgroups.Groups(*state["groups"]) if state["groups"] else None)
+        self.image = None if state["image"] is None else image_root.ImageRoot(*state["image"])
+        if self.image is not None and 1 < self._identities < _HIGHEST_USER + image_root.COUNT:
+            raise OSError(errno.ENOSPC, f"an OCI image needs 65536 users; this host has {self._identities} in all")
         memory_counted = self._groups is not None and "memory" in self._groups.controllers
         self._limits = agent.Limits(
             **state["limits"],
             emulation=state["emulation"],
+            image=self.image,
             own_user=self._identities > 1,
             memory_counted=memory_counted,
             apart=memory_counted and self._groups is not None and self._groups.apart,
@@ -199,11 +206,37 @@ class Host:
 
     def _cloner_of(self, slot: _Slot) -> Cloner:
         if slot.cloner is None:
-            identify = partial(self._map_identity, user=self._user_of(slot.number))
+            identify = partial(self._map_identity, user=self._user_of(slot.number), number=slot.number)
             if self._own_devices:
                 inodes.make_devices(slot.number)
-            slot.cloner = Cloner(self._plan, slot.group, identify, slot.number, own_files=self._own_files)
+            with self._users_of(slot.number) as users:
+                slot.cloner = Cloner(
+                    self._plan, slot.group, identify, slot.number, own_files=self._own_files, users=users
+                )
         return slot.cloner
+
+    @contextlib.contextmanager
+    def _users_of(self, number: int) -> Iterator[int | None]:
+        """An open user namespace whose users 0 to 65,535 are those of a slot's image; None without an image, or where
+        there is one user."""
+        if self.image is None or self._identities == 1:
+            yield None
+            return
+        pid, pidfd = kernel.clone(kernel.CLONE_NEWUSER)
+        if pid == 0:
+            while True:
+                signal.pause()
+        try:
+            image_root.map_range(pid, f"0 {self._range_of(number)} {image_root.COUNT}")
+            users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            _kill(pidfd)
+            os.waitpid(pid, 0)
+            os.close(pidfd)
+        try:
+            yield users
+        finally:
+            os.close(users)
 
     def _take(self, slot: _Slot) -> _Machine:
         """The machine that the cloner of a slot was asked for."""
@@ -224,15 +257,21 @@ class Host:
         """The real user id of the commands of a slot; one less is that of pid 1."""
         return 0 if self._identities == 1 else min(self._identities, _HIGHEST_USER) - 1 - 2 * number
 
-    def _map_identity(self, pid: int, user: int) -> None:
+    def _range_of(self, number: int) -> int:
+        """The first real user id of the users of a slot's image."""
+        first = _HIGHEST_USER + number * image_root.COUNT
+        if first + image_root.COUNT > min(self._identities, _HIGHEST_RANGE):
+            raise OSError(errno.EAGAIN, "this host has no more user ids for machines with an OCI image")
+        return first
+
+    def _map_identity(self, pid: int, user: int, number: int = 0) -> None:
         pid_one = "" if self._identities == 1 else f"0 {user - 1} 1\n"
-        lines = f"{pid_one}{layout.USER_ID} {user} 1\n"
-        for name in ("uid_map", "gid_map"):
-            file = os.open(f"/proc/{pid}/{name}", os.O_WRONLY)
-            try:
-                os.write(file, lines.encode())
-            finally:
-                os.close(file)
+        if self.image is None:
+            return image_root.map_range(pid, f"{pid_one}{layout.USER_ID} {user} 1\n")
+        if self._identities == 1:
+            return image_root.map_range(pid, f"{self.image.user} 0 1\n", f"{self.image.group} 0 1\n")
+        its = f"{image_root.SHIFT} {self._range_of(number)} {image_root.COUNT}\n"
+        image_root.map_range(pid, pid_one + its)
 
     def _new_slot(self) -> _Slot:
         number = self._slots
@@ -294,7 +333,7 @@ class Host:
 
     def _usable_forks(self) -> forks.Forks | None:
         """Only where a control group counts what frozen layers hold."""
-        if self._identities == 1 or not self._limits.memory_counted:
+        if self._identities == 1 or not self._limits.memory_counted or self.image is not None:
             return None
         try:
             usable = forks.Forks(self._plan.mounts[0])
@@ -313,8 +352,14 @@ class Host:
     def _separates(self) -> bool:
         """Whether a slot can have files on inodes of its own."""
         try:
-            Cloner(self._plan, None, partial(self._map_identity, user=self._user_of(0)), 0, own_files=True).end()
-        except OSError:
+            with self._users_of(0) as users:
+                identify = partial(self._map_identity, user=self._user_of(0))
+                Cloner(self._plan, None, identify, 0, own_files=True, users=users).end()
+        except OSError as error:
+            if self.image is not None and self._identities > 1:
+                raise OSError(
+                    error.errno, f"the files of an OCI image cannot get other owners: {error.strerror}"
+                ) from None
             return False
         return True
 
@@ -396,6 +441,25 @@ def _prepare_process() -> None:
     os.close(nothing)
 
 
+def _live_in_image(image: image_root.ImageRoot) -> None:
+    """Machines will have the root of an image: nothing may be imported from there, and their commands get its
+    variables."""
+    import tarfile  # noqa: F401  for snapshots
+
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+    os.environ.clear()
+    os.environ.update(image.environment)
+
+
+def _hint(facts: dict[str, Any]) -> str | None:
+    if facts["image"] is None:
+        return None
+    return (
+        "an OCI image needs Linux 6.6, and $ROLLMILL_IMAGES on a file system that knows mapped owners: ext4, xfs, btrfs"
+    )
+
+
 def main(state: str) -> None:
     _prepare_process()
     sys.path = [path for path in sys.path if path not in (layout.CODE, "")]
@@ -403,10 +467,17 @@ def main(state: str) -> None:
         os.environ.pop(name, None)
     kernel.unmount(layout.CODE)
     facts = json.loads(state)
-    host = Host(facts)
+    try:
+        host = Host(facts)
+    except OSError as error:
+        control = socket.socket(fileno=facts["control"])
+        control.send(json.dumps({"error": f"cannot make machines: {error.strerror}", "hint": _hint(facts)}).encode())
+        return
     if facts["packages"]:  # last: nothing of an image is imported into this process or into pid 1
         sys.path.append(layout.PACKAGES)
         os.environ["PYTHONPATH"] = layout.PACKAGES
+    if host.image is not None:
+        _live_in_image(host.image)
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
         del sys.modules[name]  # programs in the machines must not find these modules
     # machines are copies of this process, so its garbage would be copied into each of them

@@ -38,11 +38,17 @@ def make_devices(slot: int) -> None:
                 os.chmod(f"{place}/{entry.name}", stat.S_IMODE(status.st_mode))
 
 
-def separate(slot: int) -> None:
-    """Move into a root of the slot's own, in a mount namespace of its own. OSError: the kernel does not allow it."""
+def separate(slot: int, users: int | None = None) -> None:
+    """Move into a root of the slot's own, in a mount namespace of its own. OSError: the kernel does not allow it.
+
+    Layers of an image belong to the user namespace `users`: each machine puts an overlay of its own over them.
+    """
     mounts = _mount_points()
     kernel.mount("tmpfs", _EMPTY, "tmpfs", _SEALED, "size=4k")  # an overlay needs two layers
     for path in mounts:
+        if path.startswith(f"{layout.LAYERS}/"):
+            _place_layer(path, users)
+            continue
         if os.path.isdir(path) and path != "/proc":
             kernel.mount("overlay", _STAGE + path, "overlay", _SEALED, f"lowerdir={path}:{_EMPTY}")
             continue
@@ -55,6 +61,16 @@ def separate(slot: int) -> None:
     kernel.pivot_root(".", ".")
     kernel.unmount(".")
     os.chdir("/")
+
+
+def _place_layer(path: str, users: int | None) -> None:
+    layer = kernel.copy_mount(path)
+    try:
+        if users is not None:
+            kernel.map_owners(layer, users)
+        kernel.place_mount(layer, _STAGE + path)
+    finally:
+        os.close(layer)
 
 
 def _mount_points() -> list[str]:

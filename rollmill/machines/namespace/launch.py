@@ -3,9 +3,10 @@
     python -m rollmill.machines.namespace.launch CONTROL_FD LIMITS_JSON SEEN_JSON
 
 SEEN_JSON is a list: Python packages and an operating system whose programs take the place of this host's (directories
-of this host, or null), and its architecture if it is not this host's. All machines of this machine host see them,
-read-only. This process becomes `host.py` by running this host's Python with the C library of that operating system,
-before it gives up its rights: both must be trusted, see os_layer.py. Of another architecture it runs nothing.
+of this host, or null), its architecture if it is not this host's, and the root of an OCI image (image_root.py) or null.
+All machines of this machine host see them, read-only. This process becomes `host.py` by running this host's Python with
+the C library of that operating system, before it gives up its rights: both must be trusted, see os_layer.py. Of another
+architecture, and of an OCI image, it runs nothing.
 What the kernel refuses is reported on the control socket as {"error", "hint"}; the client raises it as MachineError.
 """
 
@@ -28,7 +29,7 @@ _ENTER = f"import sys; sys.path.insert(0, {layout.CODE!r}); from {__package__}.h
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = json.loads(sys.argv[2])
-    packages, userland, architecture = json.loads(sys.argv[3])
+    packages, userland, architecture, image = json.loads(sys.argv[3])
     emulator = None if architecture is None else emulation.find(architecture)
     environment = root.environment(emulated=emulator is not None)
     try:
@@ -40,7 +41,7 @@ def main() -> None:
         if identities == 1:
             _enter_user_namespace()
         kernel.unshare(kernel.CLONE_NEWNS)
-        python = root.enter_new_root(packages, userland, emulator)
+        python = root.enter_new_root(packages, userland, emulator, image[0] if image else ())
     except OSError as error:
         control.send(json.dumps({"error": f"cannot enter namespaces: {error.strerror}", "hint": hint()}).encode())
         sys.exit(1)
@@ -50,6 +51,7 @@ def main() -> None:
         "identities": identities,
         "groups": groups,
         "packages": packages is not None,
+        "image": image,
         "emulation": None if architecture is None else emulation.rule(architecture),
     }
     for file in (control.fileno(), *(groups.parents.values() if groups else ())):

@@ -26,7 +26,7 @@ import stat
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollmill.machines.guest import computer, layout
@@ -55,11 +55,13 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 
 
-def enter_new_root(packages: str | None, userland: str | None = None, emulator: str | None = None) -> list[str]:
+def enter_new_root(
+    packages: str | None, userland: str | None = None, emulator: str | None = None, layers: Sequence[str] = ()
+) -> list[str]:
     """Build the root in this process's private mount namespace and move into it. Returns the command of its Python.
 
     The source of the machine host is still there, on a mount of its own. The host unmounts it after its imports.
-    With `emulator`, the programs of `userland` are of another architecture.
+    With `emulator`, the programs of `userland` are of another architecture. `layers`: of an OCI image, lowest first.
     """
     loader = _loader() if emulator is not None else None
     python_home = Path(sys.base_prefix).resolve()
@@ -80,6 +82,10 @@ def enter_new_root(packages: str | None, userland: str | None = None, emulator: 
     base = old if userland is None else old / Path(userland).absolute().relative_to("/")
     _bind_userland(old, base, new)
     _furnish(old, base, new)
+    for number, layer in enumerate(layers):
+        _bind(old / Path(layer).absolute().relative_to("/"), new / layout.LAYERS[1:] / str(number))
+    if layers:
+        (new / layout.LAYERS[1:] / "empty").mkdir()
     if packages is not None:
         _bind(old / Path(packages).absolute().relative_to("/"), new / layout.PACKAGES[1:])
     inside = python_home

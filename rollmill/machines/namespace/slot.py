@@ -23,8 +23,9 @@ import struct
 from collections.abc import Callable
 from typing import NoReturn
 
-from rollmill.machines.guest import agent, cgroups
+from rollmill.machines.guest import agent, cgroups, image_root
 from rollmill.machines.guest import linux as kernel
+from rollmill.machines.guest import run_command as command
 from rollmill.machines.namespace import inodes
 
 _NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWUTS
@@ -47,8 +48,10 @@ class Cloner:
         slot: int = 0,
         *,
         own_files: bool = False,
+        users: int | None = None,
     ) -> None:
-        """`identify` maps the users of a process. `own_files`: see inodes.py. OSError: there is no cloner."""
+        """`identify` maps the users of a process. `own_files`: see inodes.py. `users`: an open user namespace, whose
+        users the files of an image belong to. OSError: there is no cloner."""
         self._connection, its = socket.socketpair()
         with its:
             try:
@@ -58,7 +61,7 @@ class Cloner:
                 self._connection.close()
                 raise
             if self.pid == 0:
-                _keep(its.fileno(), plan, group.commands if group else None, slot if own_files else None)
+                _keep(its.fileno(), plan, group.commands if group else None, slot if own_files else None, users)
         os.close(pidfd)
         try:
             self._wait()
@@ -110,19 +113,22 @@ class Cloner:
         os.waitpid(self.pid, 0)
 
 
-def _keep(connection: int, plan: agent.Plan, commands: int | None, slot: int | None) -> NoReturn:
+def _keep(connection: int, plan: agent.Plan, commands: int | None, slot: int | None, users: int | None) -> NoReturn:
     """Runs in the child, until the host has gone."""
     try:
-        agent.keep_only(connection, commands)
+        agent.keep_only(connection, commands, users)
         os.dup2(0, 2)  # the host's input and output are /dev/null already
         host = _socket.socket(fileno=agent.CONNECTION)
         try:
             if slot is not None:
-                inodes.separate(slot)
+                inodes.separate(slot, None if users is None else command.USERS)
             kernel.unshare(_NAMESPACES)
             host.send(_READY)
             if host.recv(1):  # the host has mapped our identity
                 agent.prepare(plan)
+                if users is not None:
+                    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else nobody may say who the users are
+                    os.dup2(image_root.make_users(plan.watchdog.processes), command.USERS, inheritable=False)
                 agent.protect()
                 while host.recv(1):
                     _clone(host, plan)

@@ -24,6 +24,7 @@ from rollmill.machines.images import services
 from rollmill.machines.images.image import Image, obtain_image
 from rollmill.machines.images.os_layer import python_version
 from rollmill.machines.machine import USERS, Capabilities, MachineHost, Snapshot
+from rollmill.machines.oci.image_reference import is_oci
 from rollmill.machines.qemu import initramfs, ram
 from rollmill.machines.qemu.launch import Accelerator, Shape, why_no_kvm
 from rollmill.machines.qemu.parts import find_parts
@@ -75,7 +76,7 @@ class QemuHost(MachineHost):
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> QemuMachine:
-        loaded = await obtain_image(image, self.config)
+        loaded = await self._obtain(image)
         template = await self.template(loaded)
         saved = template.saved if snapshot is None else state_of(snapshot)
         async with self._starting:
@@ -90,8 +91,16 @@ class QemuHost(MachineHost):
         wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
         return await machine.begin(wanted, trusted=snapshot is None)
 
+    async def _obtain(self, image: str) -> Image:
+        if is_oci(image):
+            raise TaskError(
+                f"the image {image!r} is a whole file system, which virtual machines do not take",
+                hint='use [machine] kind = "namespace"; `rollmill images build NAME --oci … --inside DIR` takes files',
+            )
+        return await obtain_image(image, self.config)
+
     async def slowdown(self, image: str) -> float:
-        loaded = await obtain_image(image, self.config)
+        loaded = await self._obtain(image)
         return (await self.template(loaded)).capabilities.slowdown
 
     async def template(self, image: Image) -> Template:

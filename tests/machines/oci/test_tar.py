@@ -15,7 +15,7 @@ import pytest
 from rollmill.errors import TaskError
 from rollmill.machines.file_trees import unpack
 from rollmill.machines.images import layers, oci
-from rollmill.machines.images.tar import ArchiveError, Entry, Tar
+from rollmill.machines.oci.tar import ArchiveError, Entry, Tar
 from rollmill.rollouts import work_diff
 
 LONG = "/".join(["d" * 90] * 4)

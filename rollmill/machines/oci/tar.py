@@ -2,8 +2,9 @@
 
 Python's tarfile is none of these: it reads a header of any size whole, and its versions up to 3.13.5 can be kept busy
 for days by one (CVE-2024-6232) or for ever (CVE-2025-8194). This reader takes what `tar`, `tarfile` and builders of
-images write: ustar, GNU's long names, and of pax headers the path, the link and the size. Whatever contradicts itself
-is an ArchiveError. Nothing is written anywhere, and names are given as they are: the caller decides where they lead.
+images write: ustar, GNU's long names, and of pax headers the path, the link, the size, the owner and the time.
+Whatever contradicts itself is an ArchiveError. Nothing is written anywhere, and names are given as they are: the caller
+decides where they lead.
 
     for entry in (tar := Tar(stream, most_bytes=…, most_entries=…)):
         tar.read() or tar.copy_to(file)     the content of this entry
@@ -12,6 +13,7 @@ is an ArchiveError. Nothing is written anywhere, and names are given as they are
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import IO, Literal, NamedTuple
 
 _BLOCK = 512
@@ -19,7 +21,8 @@ _MOST_HEADER = 1 << 16  # bytes of a long name or of a pax header
 _MOST_HEADERS = 8  # before one entry
 _CHUNK = 1 << 20
 _PAX, _GLOBAL, _LONG_NAME, _LONG_LINK, _SPARSE = b"x", b"g", b"L", b"K", b"S"
-_PAX_KEYS = ("path", "linkpath", "size")
+_OF_ONE = ("path", "linkpath", "size")  # never of all files at once
+_PAX_KEYS = (*_OF_ONE, "uid", "gid", "mtime")
 
 Kind = Literal["file", "directory", "link", "hard link", "other"]
 _KINDS: dict[bytes, Kind] = {
@@ -43,6 +46,10 @@ class Entry(NamedTuple):
     size: int  # bytes of content that follow
     mode: int
     target: str  # of a link
+    user: int = 0
+    group: int = 0
+    time: int = 0  # of its last change, in seconds
+    sparse: bool = False  # its content is not what follows, but pieces of it
 
 
 class Tar:
@@ -113,7 +120,14 @@ class Tar:
         if kind in _WITHOUT_CONTENT:
             size = 0
         self._begin(size)
-        return Entry(_text(name), what, size, _number(block[100:108], "mode") & 0o7777, _text(target))
+        mode = _number(block[100:108], "mode") & 0o7777
+        user, group = (
+            _decimal(facts[key]) if key in facts else _number(block[at : at + 8], key)
+            for key, at in (("uid", 108), ("gid", 116))
+        )
+        time = _seconds(facts["mtime"]) if "mtime" in facts else _number(block[136:148], "time")
+        sparse = kind == _SPARSE or "sparse" in facts
+        return Entry(_text(name), what, size, mode, _text(target), user, group, time, sparse)
 
     def _begin(self, size: int) -> None:
         self._room -= size
@@ -165,6 +179,8 @@ def _number(field: bytes, what: str) -> int:
     """An octal number, or one in base 256 as GNU's tar writes large ones. None is negative."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:])
+    if what == "time" and field[0] == 0xFF:  # before 1970
+        return 0
     text = field.partition(b"\0")[0].strip(b" ")
     if text.strip(b"01234567"):
         raise ArchiveError(f"a header is damaged: its {what} is {field!r}")
@@ -177,14 +193,22 @@ def _decimal(text: bytes) -> int:
     return int(text)
 
 
+def _seconds(text: bytes) -> int:
+    """Of a time with a fraction, which is left out; 0 if it is before 1970."""
+    whole = text.partition(b".")[0]
+    return 0 if whole.startswith(b"-") else _decimal(whole)
+
+
 def _facts(kind: bytes, data: bytes) -> dict[str, bytes]:
     """What a header says about the entry that follows it."""
     if kind in (_LONG_NAME, _LONG_LINK):
         return {"path" if kind == _LONG_NAME else "linkpath": data.rstrip(b"\0")}
     facts = _pax(data)
-    if kind == _GLOBAL and facts:
+    if kind != _GLOBAL:
+        return facts
+    if not facts.keys().isdisjoint((*_OF_ONE, "sparse")):
         raise ArchiveError("a pax header names all files at once")
-    return facts
+    return {}
 
 
 def _pax(data: bytes) -> dict[str, bytes]:
@@ -212,3 +236,21 @@ def _text(name: bytes) -> str:
     if b"\0" in name:
         raise ArchiveError("a name has a zero byte")
     return name.decode("utf-8", "surrogateescape")
+
+
+def write_entry(target: Path, path: str, mode: int, tar: Tar) -> None:
+    """Write the content of the current entry of an archive."""
+    place = target / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("xb") as file:  # a second entry of the same name is refused by the operating system
+        tar.copy_to(file)
+    place.chmod(0o755 if mode & 0o100 else 0o644)
+
+
+def safe_path(name: str) -> str | None:
+    """A relative path that stays inside, without its leading dot; None if there is none."""
+    path = PurePosixPath(name)
+    parts = [part for part in path.parts if part != "."]
+    if path.is_absolute() or ".." in parts or "\0" in name or not parts or len(name) > 1024:
+        return None
+    return "/".join(parts)
