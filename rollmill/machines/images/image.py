@@ -112,10 +112,16 @@ def python_platform(root: str | None = None) -> str:
     return f"{version[0]}.{version[1]} linux-{architecture}"
 
 
+_loaded: dict[str, tuple[str, Image]] = {}  # OCI images that this process has loaded, and the state they had
+
+
 async def obtain_image(name: str, config: AgentMachineConfig) -> Image:
     """The image of that name, fetched from its registry or from the store of images if it is not on this host. Errors
     as `load_image`."""
     if is_oci(name):
+        state, known = _loaded.get(name, (None, None))
+        if known is not None and state == Kept(images_directory()).state(name):
+            return known
         return await asyncio.to_thread(load_oci, name)
     folder = config.images is not None and Path(config.images, name).is_dir()
     if config.image_store is not None and name != BUILT_IN and not folder and find_record(name) is None:
@@ -127,7 +133,9 @@ def load_oci(name: str) -> Image:
     """An OCI image, fetched and unpacked if it is not on this host. TaskError: it cannot be had."""
     kept = Kept(images_directory())
     found = kept.obtain(name)
-    return Image(name, found.digest, whole=found.root(kept.trees))
+    image = Image(name, found.digest, whole=found.root(kept.trees))
+    _loaded[name] = (kept.state(name), image)
+    return image
 
 
 def hold_images() -> int:

@@ -66,6 +66,15 @@ class Kept:
         found = self._load(self.root / "images" / f"{name.digest.removeprefix('sha256:')}.json")
         return found if found is not None and self._whole(found) else None
 
+    def state(self, image: str) -> str:
+        """Changes whenever a name may lead to something else."""
+        reference = parse(image)
+        place = self._name(reference)
+        try:
+            return f"{place} {place.stat().st_mtime_ns} {_state_of(reference)}"
+        except OSError:
+            return "unknown"
+
     def obtain(self, image: str) -> OciImage:
         """The image of that name, fetched and unpacked if it is not here. TaskError names image, field and remedy."""
         return self.find(image) or self.fetch(image, again=False)
