@@ -140,6 +140,6 @@ def test_the_guide_to_docker_images_works_word_by_word(tmp_path: Path, monkeypat
     monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
     (tmp_path / "here").mkdir()
     printed = shell("\n".join(blocks("bring-your-docker-image.md", "", 3)), tmp_path / "here")
-    assert "0\n/app\nfrom the image\nblue\n" in printed, printed
+    assert "uid=0" in printed and "\n/app\nfrom the image\nblue\n" in printed, printed
     assert "oci:shop:v1" in printed and "removed oci:shop:v1" in printed and "0.0 MiB freed" in printed
     assert not list((tmp_path / "images/oci/trees").glob("[0-9a-f]*"))
