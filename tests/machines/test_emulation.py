@@ -42,7 +42,7 @@ async def test_programs_of_another_architecture_run_in_their_machine_alone(tmp_p
     tmp_path.chmod(0o755)
     for path in tmp_path.parents[:2]:
         path.chmod(0o755)
-    other = NamespaceHost(sees=(None, str(tmp_path / "tree"), OTHER))
+    other = NamespaceHost(sees=Seen(root=str(tmp_path / "tree"), architecture=OTHER))
     try:
         machine = await other.create(BUILT_IN)
         assert machine.capabilities.architecture == OTHER
