@@ -17,7 +17,7 @@ from rollmill.machines.guest import linux as kernel
 from rollmill.machines.images.image import BUILT_IN, Image
 from rollmill.machines.machine import Machine
 from rollmill.machines.namespace import client, emulation
-from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine, emulated
+from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine, Seen, emulated
 from rollmill.machines.qemu import setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
