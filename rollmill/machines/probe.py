@@ -13,7 +13,7 @@ from rollmill.errors import MachineError, RollmillError
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.machine import Capabilities, MachineHost, release
 from rollmill.machines.namespace import emulation
-from rollmill.machines.namespace.client import NamespaceHost
+from rollmill.machines.namespace.client import NamespaceHost, Seen
 
 WORDS, EXIT_CODE = b"hello, world", 7
 _BASE = 0x400000
@@ -85,7 +85,7 @@ async def try_emulation(architecture: str) -> str | None:
     with tempfile.TemporaryDirectory() as directory:
         write_tree(Path(directory, "tree"), architecture)
         Path(directory).chmod(0o755)
-        host = NamespaceHost(sees=(None, f"{directory}/tree", architecture))
+        host = NamespaceHost(sees=Seen(root=f"{directory}/tree", architecture=architecture))
         try:
             machine = await host.create(BUILT_IN)
             result = await machine.exec(["hello"])

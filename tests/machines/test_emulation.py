@@ -17,7 +17,7 @@ from rollmill.machines.guest import linux as kernel
 from rollmill.machines.images.image import BUILT_IN, Image
 from rollmill.machines.machine import Machine
 from rollmill.machines.namespace import client, emulation
-from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine, emulated
+from rollmill.machines.namespace.client import NamespaceHost, NamespaceMachine, Seen, emulated
 from rollmill.machines.qemu import setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -42,7 +42,7 @@ async def test_programs_of_another_architecture_run_in_their_machine_alone(tmp_p
     tmp_path.chmod(0o755)
     for path in tmp_path.parents[:2]:
         path.chmod(0o755)
-    other = NamespaceHost(sees=(None, str(tmp_path / "tree"), OTHER))
+    other = NamespaceHost(sees=Seen(root=str(tmp_path / "tree"), architecture=OTHER))
     try:
         machine = await other.create(BUILT_IN)
         assert machine.capabilities.architecture == OTHER

@@ -234,8 +234,15 @@ async def test_programs_of_musl_run_with_their_own_loader(host: NamespaceHost, t
     loader = f"lib/ld-musl-{platform.machine()}.so.1"
     source = tmp_path / "hello.c"
     source.write_text('#include <stdio.h>\nint main(void) { printf("hello from musl\\n"); return 0; }\n')
-    options = ["-nostdinc", "-isystem", headers, "-nostdlib", "-no-pie", f"-Wl,-dynamic-linker,/{loader}"]
-    objects = [starts / "crt1.o", source, f"-L{library}", "-lc"]
+    options: list[str | Path] = [
+        "-nostdinc",
+        "-isystem",
+        headers,
+        "-nostdlib",
+        "-no-pie",
+        f"-Wl,-dynamic-linker,/{loader}",
+    ]
+    objects: list[str | Path] = [starts / "crt1.o", source, f"-L{library}", "-lc"]
     run("gcc", *options, *objects, "-o", tmp_path / "hello")
     base = busybox_layer(tmp_path)
     files = {"usr/bin/hello": tmp_path / "hello", f"usr/{loader}": library / "libc.so"}

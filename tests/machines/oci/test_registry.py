@@ -290,7 +290,8 @@ def test_a_registry_that_lies_is_named(tmp_path: Path, layout: Path) -> None:
 def test_a_token_is_fetched_and_sent_to_the_registry_alone(
     tmp_path: Path, layout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, blobs = serve(layout), {}
+    honest = serve(layout)
+    blobs: dict[str, bytes] = {}
 
     def mirror(stand: _Stand) -> None:
         stand.say(200, blobs[stand.path])
@@ -299,7 +300,7 @@ def test_a_token_is_fetched_and_sent_to_the_registry_alone(
         if stand.path.startswith("/token"):
             return stand.say(200, b'{"token": "one-token"}')
         if stand.headers.get("Authorization") != "Bearer one-token":
-            realm = f"http://127.0.0.1:{stand.server.server_address[1]}/token"
+            realm = f"http://127.0.0.1:{stand.connection.getsockname()[1]}/token"
             return stand.say(
                 401, WWW_Authenticate=f'Bearer realm="{realm}",service="here",scope="repository:shop:pull"'
             )
@@ -320,7 +321,8 @@ def test_a_token_is_fetched_and_sent_to_the_registry_alone(
 
 
 def test_a_busy_registry_is_asked_again(tmp_path: Path, layout: Path) -> None:
-    honest, refused = serve(layout), []
+    honest = serve(layout)
+    refused: list[str] = []
 
     def plan(stand: _Stand) -> None:
         if len(refused) < 3:
