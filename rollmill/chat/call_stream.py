@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rollmill.chat.call_family import CALL_HEAD, CallFamily, parse_call
 from rollmill.chat.format import CallPiece, overlap
-from rollmill.chat.tool_calls import CALL_HEAD, CallFamily, parse_call
 
 _LONGEST_HEAD = 1024  # characters in which a name and the beginning of the arguments are looked for
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from rollmill.chat.call_family import CallFamily, read_json, to_json
 from rollmill.chat.format import Message, Thinking, Tool, message_calls
 from rollmill.chat.spelling import Spelling
-from rollmill.chat.tool_calls import CallFamily, read_json, to_json
 
 _TOOLS = """# Tools
 

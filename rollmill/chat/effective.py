@@ -11,12 +11,12 @@ import json
 import re
 from datetime import datetime
 
+from rollmill.chat.call_family import CallFamily
 from rollmill.chat.context_fitting import Abilities, describe_tools, written_result
 from rollmill.chat.format import Message, Tool, assistant_message
 from rollmill.chat.formats.template import TemplateFormat
 from rollmill.chat.prompt_writer import Writer
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
-from rollmill.chat.tool_calls import CallFamily
 
 _NAME, _ARGUMENTS, _SIGNATURES, _RESULT = "rollmill-name", '{"rollmill": 0}', "rollmill-signatures", "rollmill-result"
 _TOOLS: list[Tool] = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("a", "b")]

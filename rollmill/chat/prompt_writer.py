@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from rollmill.chat.call_family import CallFamily
 from rollmill.chat.context_fitting import Abilities, Fitting, SampledIds
 from rollmill.chat.format import Message, Thinking, Tool, assistant_message
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import CallFamily
 
 THINKING = (
     Thinking("<think>", "</think>"),

@@ -159,7 +159,7 @@ class Ledger:
             version = steps.committed(connection, self.run)
             started, changes = connection.execute(_COUNTERS, {"of_run": self.run}).one()
             open_ = connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one()
-            full = open_ >= pace.most_open(version) or started >= pace.most_started(version)
+            full = pace.is_full(started, open_, version)
             if full or committed not in (None, version):
                 return None
             group = name(started)

@@ -43,6 +43,10 @@ class Pace:
         that start no groups take empty steps instead. The counts are read in this order, each one later."""
         return self.starts and not open_groups and started >= self.most_started(committed)
 
+    def is_full(self, started: int, open_groups: int, committed: int) -> bool:
+        """Whether no further group may start."""
+        return open_groups >= self.most_open(committed) or started >= self.most_started(committed)
+
     def most_open(self, committed: int) -> int:
         """How many groups may be running, waiting or leased when step `committed` is the newest committed one."""
         ahead = self.max_staleness + 1

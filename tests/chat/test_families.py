@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.chat.call_families.choice import FAMILIES
 from rollmill.chat.config import FamilyName
-from rollmill.chat.families.choice import FAMILIES
 from rollmill.chat.format import Thinking, assistant_message
 from tests.chat.published import TOOLS, published
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from rollmill.chat.call_families.choice import FAMILIES
 from rollmill.chat.config import FamilyName
-from rollmill.chat.families.choice import FAMILIES
 from rollmill.chat.format import ChatFormat, assistant_message
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS

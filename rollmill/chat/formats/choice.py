@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollmill.chat.call_families.choice import FAMILIES
 from rollmill.chat.chat_files import TEMPLATE, ChatFiles, chat_files, read_chat_files
 from rollmill.chat.config import ChatConfig
-from rollmill.chat.families.choice import FAMILIES
 from rollmill.chat.format import ChatFormat, DocumentMarks
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.formats.hermes import HermesFormat

@@ -17,6 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollmill.chat.call_family import properties_of
 from rollmill.chat.format import (
     CallMark,
     ChatFormat,
@@ -28,7 +29,6 @@ from rollmill.chat.format import (
     message_calls,
 )
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import properties_of
 
 SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", "<call>", "<arg>")
 

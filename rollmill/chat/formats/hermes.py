@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
+from rollmill.chat.call_families.hermes import HermesCalls
+from rollmill.chat.call_family import write_call
 from rollmill.chat.call_stream import call_stream
-from rollmill.chat.families.hermes import HermesCalls
 from rollmill.chat.format import (
     ChatFormat,
     ContentStream,
@@ -25,7 +26,6 @@ from rollmill.chat.format import (
 )
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import write_call
 
 _CALLS = HermesCalls()
 _PROMPT = "<|im_start|>assistant\n"

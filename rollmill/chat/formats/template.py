@@ -20,9 +20,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from rollmill.chat.call_families.choice import family_of
+from rollmill.chat.call_family import CallFamily
 from rollmill.chat.call_stream import call_stream
 from rollmill.chat.context_fitting import SampledIds
-from rollmill.chat.families.choice import family_of
 from rollmill.chat.format import (
     ChatFormat,
     ContentStream,
@@ -37,7 +38,6 @@ from rollmill.chat.prompt_writer import Writer, find_abilities
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import CLOSE, NONCHARACTERS, Tokenizer, mark
-from rollmill.chat.tool_calls import CallFamily
 from rollmill.errors import ConfigError, GatewayError
 
 _MOST_RECENT = 64  # conversations

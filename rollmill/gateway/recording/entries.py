@@ -3,9 +3,9 @@
     "RMG1" | length of body | crc32 of body | body = length of header | header (JSON) | arrays, as the header lists them
 
 `op` in the header is the kind of entry: open (a session and its facts), turn (one answer), response (a stored response,
-see gateway.stored), waited (how long its requests have waited for an engine, so far), incomplete (a later answer is
+see sessions/stored.py), waited (how long its requests have waited for an engine, so far), incomplete (a later answer is
 missing from the log), seal (no more turns follow), close (the session was removed from the log), early (feedback that
-waits for its session, see gateway.early).
+waits for its session, see early_feedback.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Advantages: how much better a trajectory did than its group.
+"""Advantages, as in GRPO: how much better a trajectory did than its group.
 
 advantage = reward − mean of the group's graded rewards. It is not divided by the standard deviation: a task that is
 almost always solved would then count as much as one the policy can learn from. It is not divided by length: that would

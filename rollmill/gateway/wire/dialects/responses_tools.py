@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from rollmill.chat.call_family import read_json
 from rollmill.chat.format import Tool
 from rollmill.chat.openai_messages import parse_tools
-from rollmill.chat.tool_calls import read_json
 from rollmill.errors import GatewayError
 from rollmill.gateway.wire.dialects import fields
 from rollmill.strict import short

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollmill.chat.call_family import Call, CallFamily, properties_of, read_json, to_json
 from rollmill.chat.call_grammar import arguments_of, json_rule, mark_rule, repeated, text_rule
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily, properties_of, read_json, to_json
 
 _FUNCTION = "<function="
 _START = "<tool_call>"

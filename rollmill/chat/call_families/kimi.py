@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rollmill.chat.call_family import Call, CallFamily
 from rollmill.chat.call_grammar import mark_rule, named_calls, repeated
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily
 
 SECTION = "<|tool_calls_section_begin|>"
 _CALL, _ARGUMENT, _CALL_END, _SECTION_END = (

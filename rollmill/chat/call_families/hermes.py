@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollmill.chat.call_family import Call, CallFamily, parse_call, write_call
 from rollmill.chat.call_grammar import calls_schema, json_rule, mark_rule, repeated
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily, parse_call, write_call
 
 START, END = "<tool_call>", "</tool_call>"
 

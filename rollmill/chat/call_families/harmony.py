@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rollmill.chat.call_family import Call, CallFamily
 from rollmill.chat.call_grammar import mark_rule, named_calls
 from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily
 
 CHANNEL = "<|channel|>"
 _MESSAGE, _NEXT, _END, _CALL = "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>"

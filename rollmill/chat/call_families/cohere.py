@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollmill.chat.call_family import Call, CallFamily, json_prefix, to_json
 from rollmill.chat.call_grammar import arguments_of, json_rule, mark_rule
 from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily, json_prefix, to_json
 
 ACTION = "<|START_ACTION|>"
 _ACTION_END = "<|END_ACTION|>"

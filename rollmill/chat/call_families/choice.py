@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rollmill.chat.call_families.cohere import ACTION, CohereCalls
+from rollmill.chat.call_families.deepseek import CALLS, DeepSeekCalls
+from rollmill.chat.call_families.harmony import CHANNEL, HarmonyCalls
+from rollmill.chat.call_families.hermes import START, HermesCalls
+from rollmill.chat.call_families.kimi import SECTION, KimiCalls
+from rollmill.chat.call_families.mistral import MarkedListCalls
+from rollmill.chat.call_families.plain_json import JsonCalls
+from rollmill.chat.call_families.qwen_coder import QwenCoderCalls
+from rollmill.chat.call_family import CallFamily
 from rollmill.chat.config import FamilyName
-from rollmill.chat.families.cohere import ACTION, CohereCalls
-from rollmill.chat.families.deepseek import CALLS, DeepSeekCalls
-from rollmill.chat.families.harmony import CHANNEL, HarmonyCalls
-from rollmill.chat.families.hermes import START, HermesCalls
-from rollmill.chat.families.kimi import SECTION, KimiCalls
-from rollmill.chat.families.mistral import MarkedListCalls
-from rollmill.chat.families.plain_json import JsonCalls
-from rollmill.chat.families.qwen_coder import QwenCoderCalls
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import CallFamily
 
 FAMILIES: Mapping[FamilyName, CallFamily] = {
     "hermes": HermesCalls(),

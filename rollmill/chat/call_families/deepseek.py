@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollmill.chat.call_family import Call, CallFamily
 from rollmill.chat.call_grammar import mark_rule, named_calls, repeated, text_rule
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily
 
 CALLS = "<｜tool▁calls▁begin｜>"
 _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (

@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollmill.chat.call_family import Call, CallFamily, call_of, json_prefix, malformed, write_call
 from rollmill.chat.call_grammar import calls_schema, json_rule, mark_rule, named_calls, repeated
 from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily, call_of, json_prefix, malformed, write_call
 
 _ID, _ARGS = "[CALL_ID]", "[ARGS]"
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rollmill.chat.call_family import Call, CallFamily, call_of, json_prefix, malformed, write_call
 from rollmill.chat.call_grammar import calls_schema, json_rule, repeated
 from rollmill.chat.format import Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.chat.tool_calls import Call, CallFamily, call_of, json_prefix, malformed, write_call
 
 _TAG = "<|python_tag|>"
 _FENCE = "```json"
