@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollmill.runs.run import RunDirectory
+from rollmill.telemetry import read_events
 from tests.cli.test_init import shell
 from tests.test_repo import ROOT
 
 GUIDE = ROOT / "docs" / "guides" / "bring-a-verifiers-or-openenv-environment.md"
 
 
-def trained(run: Path) -> tuple[int, list[dict[str, object]]]:
+def trained(run: Path) -> tuple[int, list[dict[str, Any]]]:
     """The steps that a run trained, and its episodes."""
-    events = [json.loads(line) for path in run.rglob("events*.jsonl") for line in path.read_text().splitlines()]
+    events = read_events(RunDirectory.open(run).events)
     return sum(event["kind"] == "step" for event in events), [event for event in events if event["kind"] == "rollout"]
 
 

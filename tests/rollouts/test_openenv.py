@@ -140,10 +140,10 @@ async def test_a_server_that_misbehaves_fails_its_episode_and_no_other(
     async with harness_of(config) as harness:
         context = replace(world.context, harness=harness, grader=Reported(), timeout_s=120.0)
 
-        async def play(how: str, *, reset: str = "", **changes: Any) -> Outcome:
+        async def play(how: str, id: str = "", *, reset: str = "", **changes: Any) -> Outcome:
             says(world, f'{{"text": "{how}", "times": 1}}')
             task = OpenEnvTasks(config.model_copy(update={"reset": {"how": reset}})).get("openenv/0")
-            return await world.play(task, f"{how}{reset}{len(changes)}", replace(context, **changes))
+            return await world.play(task, id or f"{how}{reset}", replace(context, **changes))
 
         fine = await play("fine")
         assert fine.reward is not None and fine.reward.value == 2.0, fine.reason
@@ -161,9 +161,10 @@ async def test_a_server_that_misbehaves_fails_its_episode_and_no_other(
         for how in ("nan", "infinite"):  # JSON of the server has no such number: it says null
             world.check_failed(await play(how), "gave no reward")
         world.check_failed(await play("hangs", timeout_s=2.0), "its time was over before")
-        assert (await play("fine", attempts=1)).reward is not None, "the process goes on"
+        assert (await play("fine", "beside")).reward is not None, "the process goes on"
         world.check_failed(await play("dies"), "openenv python")
-        assert (await play("fine", attempts=1, timeout_s=60.0)).reward is not None, "the server is started again"
+        again = [await play("fine", f"again{number}") for number in range(3)]  # as a run tries an episode again
+        assert again[-1].reward is not None, "the server is started again"
     gone = OpenEnvConfig(python=python, url="http://127.0.0.1:9", tasks=2, request_deadline_s=1.0)
     async with harness_of(gone) as harness:
         failed = await world.play(OpenEnvTasks(gone).get("openenv/0"), "gone", replace(context, harness=harness))

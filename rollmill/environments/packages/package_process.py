@@ -6,7 +6,7 @@
 
 The package may need any versions of other packages. What it prints goes to the log of the role. An answer that is too
 long is an error, like an exception. If the program ends, or a request goes on after it was cancelled, the process is
-killed: all its requests fail, and the next one starts it again.
+killed: all its requests fail, and the next one starts it again. It ends when Rollmill does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +68,23 @@ class PackageProcess:
 
     def ask_alone(self, request: dict[str, Any]) -> Any:
         """The answer of a process for this one request. TaskError if it fails."""
-        lines = f"{json.dumps(self._order)}\n{json.dumps({'id': 0, **request})}\n"
+        lines = f"{json.dumps(self._order)}\n{json.dumps({'id': 0, **request})}\n".encode()
         try:
-            with self._popen() as process:
+            with subprocess.Popen(self._argv, **self._options) as process:
+                assert process.stdin is not None and process.stdout is not None
+                timer = threading.Timer(_LOAD_S, _kill, [process.pid])
+                timer.start()
                 try:
-                    said, _ = process.communicate(lines.encode(), _LOAD_S)
+                    process.stdin.write(lines)
+                    process.stdin.flush()
+                    said = process.stdout.readline(_LONGEST)
                 finally:
+                    timer.cancel()
                     _kill(process.pid)
-            ended = json.dumps({"error": f"its process ended, {_exit(process.returncode)}"}).encode()
-            return self._value(json.loads((said.splitlines() or [ended])[0]))
+            return self._value(json.loads(said) if said else {"error": f"its process ended, {_exit(process.wait())}"})
         except HarnessError as error:
             raise TaskError(error.message, hint=error.hint) from None
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except (OSError, ValueError) as error:
             raise TaskError(f"{self._what}: {error}"[:_ERROR], hint="`python` names its interpreter") from None
 
     async def ask(self, request: dict[str, Any]) -> Any:
@@ -143,9 +149,6 @@ class PackageProcess:
         if "ModuleNotFoundError" in answer["error"]:
             hint = f"install it for {self._argv[0]}, or set `python` to an interpreter that has it"
         raise HarnessError(f"{self._what}: {answer['error']}", hint=hint)
-
-    def _popen(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._argv, **self._options)
 
     @property
     def _options(self) -> dict[str, Any]:

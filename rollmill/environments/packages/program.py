@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import runpy
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -66,8 +67,7 @@ async def _serve(opened: Open, say: Callable[[dict[str, Any]], None]) -> None:
                 running[request["id"]] = asyncio.create_task(reply(request))
             elif request["cancel"] in running:
                 running[request["cancel"]].cancel()
-        if running:
-            await asyncio.wait(running.values())
+        os.killpg(0, signal.SIGKILL)  # nobody waits any more: also for programs that an environment has started
 
 
 async def _lines() -> AsyncIterator[dict[str, Any]]:

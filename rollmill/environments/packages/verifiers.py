@@ -102,11 +102,9 @@ class VerifiersHarness(Harness):
         if not played.rewards:
             raise HarnessError(f"{self._what} gave no reward", hint="its task needs a method with @vf.reward")
         await self._report(machine, played)
-        if played.timeout:
-            return HarnessResult("time", 0, 0)
-        if not played.truncated:
-            return HarnessResult("done", 0, 0)
-        return HarnessResult("max_turns" if played.stop == "max_turns" else "length", 0, 0)
+        if played.truncated:
+            return HarnessResult("max_turns" if played.stop == "max_turns" else "length", 0, 0)
+        return HarnessResult("time" if played.timeout else "done", 0, 0)
 
     async def _report(self, machine: Machine, played: _Played) -> None:
         parts = {f"reward.{name}": score for name, (score, _) in played.rewards.items()}
