@@ -133,7 +133,7 @@ def test_imports_go_downwards_only(name: str) -> None:
 
 # The folders of each package that has several, lowest first: a folder may import from those before it.
 FOLDERS = {
-    "rollmill.chat": ("families", "formats"),
+    "rollmill.chat": ("call_families", "formats"),
     "rollmill.cli": ("weights", "experience", "environments", "serving"),
     "rollmill.environments": ("harnesses", "samplers", "tasks", "rewards", "packages", "harbor"),
     "rollmill.gateway": ("wire", "access", "watching", "sessions", "recording", "routing", "routes"),
