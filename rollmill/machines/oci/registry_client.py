@@ -53,12 +53,13 @@ class Registry:
         """`blobs`: the directory that gets what is fetched."""
         self._reference, self._blobs = reference, blobs
         host = _HOSTS.get(reference.registry, reference.registry)
-        self._base = f"{'http' if _is_here(host) else 'https'}://{host}/v2/{reference.name}"
+        self._here = _is_here(host)
+        self._base = f"{'http' if self._here else 'https'}://{host}/v2/{reference.name}"
         self._what = f"oci:{reference.text}"
         self._authorization: str | None = None
-        direct = [urllib.request.ProxyHandler({})] if _is_here(host) else []
+        direct = [urllib.request.ProxyHandler({})] if self._here else []
         secure = urllib.request.HTTPSHandler(context=own_context())
-        self._opener = urllib.request.build_opener(_Redirects, secure, *direct)
+        self._opener = urllib.request.build_opener(_Redirects(self._here), secure, *direct)
 
     def __enter__(self) -> Registry:
         self._blobs.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,7 @@ class Registry:
             return _basic(credentials)
         parameters = dict(_PARAMETER.findall(rest))
         realm = parameters.get("realm", "")
-        if scheme.lower() != "bearer" or not _is_safe(realm):
+        if scheme.lower() != "bearer" or not _is_safe(realm, self._here):
             raise self._refused(401, "")
         scope = parameters.get("scope") or f"repository:{self._reference.name}:pull"
         query = urllib.parse.urlencode({"service": parameters.get("service", ""), "scope": scope})
@@ -245,6 +246,9 @@ class Registry:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Blobs often lie elsewhere. Who asks is told to nobody but the registry."""
 
+    def __init__(self, here: bool) -> None:
+        self._here = here
+
     def redirect_request(
         self,
         request: urllib.request.Request,
@@ -254,7 +258,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         new: str,
     ) -> urllib.request.Request | None:
-        if not _is_safe(new):
+        if not _is_safe(new, self._here):
             raise urllib.error.URLError(f"it leads to {new[:200]!r}, which is not HTTPS")
         led = super().redirect_request(request, file, code, message, headers, new)
         if led is not None and led.host != request.host:
@@ -271,9 +275,12 @@ def _pause(headers: email.message.Message, number: int) -> float:
     return min(float(wanted), 30.0) if wanted.isdigit() else _PAUSE_S * 2**number
 
 
-def _is_safe(url: str) -> bool:
+def _is_safe(url: str, here: bool) -> bool:
+    """Where a registry may lead: by HTTPS to any other computer. Only a registry on this computer may lead to it."""
     parts = urllib.parse.urlsplit(url)
-    return parts.scheme == "https" or (parts.scheme == "http" and _is_here(parts.netloc))
+    if _is_here(parts.netloc):
+        return here and parts.scheme in ("http", "https")
+    return parts.scheme == "https"
 
 
 def _is_here(host: str) -> bool:

@@ -24,7 +24,7 @@ from rollmill.errors import TaskError
 from rollmill.machines.oci import registry_client
 from rollmill.machines.oci.image_reference import parse
 from rollmill.machines.oci.kept_images import Kept
-from rollmill.machines.oci.registry_client import Registry
+from rollmill.machines.oci.registry_client import Registry, _is_safe
 from tests.machines.oci.making import entry, run, tar_of, write_layout
 
 pytestmark = pytest.mark.skipif(
@@ -338,6 +338,21 @@ def test_plain_http_is_for_this_computer_alone() -> None:
     here, elsewhere = ("127.0.0.1:5", "localhost:5"), ("192.0.2.1:5", "127.0.0.1.x.example")
     assert all(Registry(parse(f"oci:{host}/a:b"), Path())._base.startswith("http://") for host in here)
     assert all(Registry(parse(f"oci:{host}/a:b"), Path())._base.startswith("https://") for host in elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("url", "by_others", "by_ours"),
+    [
+        ("https://192.0.2.1/blob", True, True),
+        ("http://192.0.2.1/blob", False, False),
+        ("https://localhost/admin", False, True),
+        ("http://127.0.0.1:8500/v1/kv", False, True),
+        ("http://[::1]/", False, True),
+        ("file:///etc/passwd", False, False),
+    ],
+)
+def test_a_registry_elsewhere_does_not_lead_to_this_computer(url: str, by_others: bool, by_ours: bool) -> None:
+    assert (_is_safe(url, here=False), _is_safe(url, here=True)) == (by_others, by_ours)
 
 
 async def test_many_who_want_an_image_at_once_pull_it_once(tmp_path: Path, layout: Path) -> None:
