@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from rollmill.config import Config
 from rollmill.errors import TaskError
@@ -41,10 +41,10 @@ class Source(Protocol):
 class Name(Config):
     """Where a name led to."""
 
-    reference: str
-    digest: str
-    seen: str = ""  # of an archive or a layout: which state of it
-    looked_up: float = 0.0
+    reference: str = Field(description="The name, without `oci:`.")
+    digest: str = Field(description="Of the manifest it led to.")
+    seen: str = Field("", description="Of an archive or a layout: which state of it was read.")
+    looked_up: float = Field(0.0, description="When, in seconds since 1970.")
 
 
 class Kept:
