@@ -92,7 +92,7 @@ class _Measuring:
     on_tick: Callable[[], None]
 
     def both(self, targets: Sequence[Target], attempts: int, *, beside: bool, again: bool) -> list[_Measured]:
-        """Both versions with so many attempts per task. What they lack of them is made at the same time."""
+        """Measures both versions, `attempts` per task. Missing attempts of both are made at the same time."""
         by_version = {target.version: target for target in targets}  # the first live version is its own candidate
         known = {version: _Measured("", {}) if again else self._read(version) for version in by_version}
         if beside and len({measured.moment for measured in known.values()}) > 1:

@@ -253,8 +253,7 @@ def list_all() -> None:
         table.add_row(name, *(cell or "-" for cell in row))
     for found, image in whole:
         if image is not None:
-            users = f"user {image.user or 'root'}, {image.directory}"
-            table.add_row(f"{PREFIX}{found.reference}", found.digest[7:19], _size(image.bytes), users, "-", "-")
+            table.add_row(f"{PREFIX}{found.reference}", found.digest[7:19], _size(image.bytes), "-", "-", "-")
     Console(highlight=False, markup=False).print(table)
     typer.echo(f"in {images_directory()} ($ROLLMILL_IMAGES)")
 

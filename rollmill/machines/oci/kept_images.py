@@ -184,13 +184,18 @@ class Kept:
     def _unpack(self, source: Source, manifest: Manifest, diff_ids: tuple[str, ...], what: str) -> int:
         """Make the trees that are missing, several at once. Returns the bytes of all."""
         self.trees.mkdir(exist_ok=True)
-        room = unpack_layers.LARGEST
+        done: list[int] = []  # bytes; the layers that are made later have only what these leave
 
         def make(layer: Descriptor, diff_id: str) -> int:
-            if (taken := unpack_layers.bytes_of(diff_id, self.trees)) is not None:
-                return taken
+            taken = unpack_layers.bytes_of(diff_id, self.trees)
+            if taken is None:
+                taken = fetch(layer, diff_id, unpack_layers.LARGEST - sum(done))
+            done.append(taken)
+            return taken
+
+        def fetch(layer: Descriptor, diff_id: str, room: int) -> int:
             blob = source.blob(layer)
-            taken = unpack_layers.unpack_layer(blob, diff_id, self.trees, most_bytes=room)
+            taken = unpack_layers.unpack_layer(blob, diff_id, self.trees, most_bytes=max(0, room))
             if blob.is_relative_to(self.root):
                 blob.unlink(missing_ok=True)  # its tree is what machines use
             return taken

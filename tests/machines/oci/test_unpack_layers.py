@@ -153,6 +153,17 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         unpack_layer(blob, f"sha256:{hashlib.sha256(tar).hexdigest()}", tmp_path / "trees", most_bytes=1000)
 
 
+def test_a_bomb_of_many_layers_stops_after_the_first_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpack_layers, "LARGEST", 1000)
+    tars = [tar_of([entry(f"f{number}", bytes(600))]) for number in range(20)]
+    kept, layout = Kept(tmp_path / "images"), write_layout(tmp_path / "bomb", tars)
+    with pytest.raises(TaskError, match=r"more than|GiB of files"):
+        kept.obtain(f"oci:{layout}")
+    trees = [path for path in kept.trees.iterdir() if path.is_dir() and path.name != ".locks"]
+    assert len(trees) <= 5, "as many as are unpacked at the same time"
+    assert kept.find(f"oci:{layout}") is None and kept.collect() > 0
+
+
 def test_a_layer_that_is_not_what_the_image_says_is_refused(tmp_path: Path) -> None:
     blob = tmp_path / "blob"
     blob.write_bytes(tar_of([entry("a", b"1")]))
