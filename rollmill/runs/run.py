@@ -83,8 +83,13 @@ class RunDirectory:
 
     @classmethod
     def _open_service(cls, path: Path) -> RunDirectory:
-        run, saved = cls.open(path.parent.parent), json.loads((path / SERVICE).read_text())
-        return replace(run, path=path, ports=saved["ports"], host=saved["host"], service_of=run.path)
+        return cls.open(path.parent.parent).service(path.name)
+
+    def service(self, name: str) -> RunDirectory:
+        """A service of this run."""
+        path = self.path / "services" / name
+        saved = json.loads((path / SERVICE).read_text())
+        return replace(self, path=path, ports=saved["ports"], host=saved["host"], service_of=self.path)
 
     def make_service(self, name: str, host: str, port: int, *, canary: bool = False) -> RunDirectory:
         """The directory of a service of this run, with its gateway at `host` and `port`. The caller holds its lock.

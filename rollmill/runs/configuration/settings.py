@@ -265,6 +265,8 @@ class RunConfig(Config):
     def _dispatchers_do_not_share_a_port(self) -> RunConfig:
         if self.dispatcher.replicas > 1 and getattr(self.machine, "listen", None) is not None:
             raise ValueError("machine.listen is the port of one dispatcher: set dispatcher.replicas to 1")
+        if self.evals.every and getattr(self.machine, "listen", None) is not None:
+            raise ValueError("machine.listen is the port of the dispatcher: leave evals.every out, or machine.listen")
         return self
 
     @model_validator(mode="after")
