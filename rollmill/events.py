@@ -256,8 +256,10 @@ EVENTS: Mapping[str, Event] = {
         task="its task",
         family="the task's family",
         split="the task's split",
+        environment="the task's environment, where a run has several",
         state="graded or failed",
         reward="its reward, if graded",
+        solved="whether it solved its task, if graded",
         turns="answers of the model",
         tool_calls="tool calls",
         bad_tool_calls="tool calls that could not be understood",
@@ -294,6 +296,7 @@ EVENTS: Mapping[str, Event] = {
         example_unsolved="a trajectory that did not",
         conduct="for each task, what each attempt cost and earned, and how it behaved",
         families="for each task that has one, its family",
+        environments="for each task its environment, where a run has several",
     ),
     "eval_progress": _event(
         "How far an evaluation is: at its start, then at most twice per second, and at its end.",
