@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,7 +98,7 @@ def _show(found: Yield, out: Path) -> None:
     typer.echo(f"{found.project}: {found.stable} stable tests, {found.apart} of them run apart{dropped}")
     table = Table("kind", "candidates", "tried", "tasks", "why not")
     for kind, count in found.candidates.items():
-        counts = found.decided.get(kind, {})
+        counts: Counter[str] = found.decided.get(kind, Counter())
         why = "\n".join(
             f"{number} {reason}" for reason, number in sorted(counts.items(), key=lambda x: -x[1]) if reason
         )

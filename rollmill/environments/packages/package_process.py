@@ -67,9 +67,9 @@ class PackageProcess:
     def __init__(self, what: str, config: PackageConfig, program: str, order: dict[str, Any]) -> None:
         """`order` is the program's first line: what it should do from then on."""
         self._what, self._order, self._variables = what, order, config.variables
-        here = Path(__file__)
+        programs = [str(Path(__file__).with_name(name)) for name in ("program.py", program)]
         # -P: in the folder of the program are modules that have the names of the packages
-        self._argv = [config.python or sys.executable, "-P", str(here.with_name("program.py")), str(here.with_name(program))]
+        self._argv = [config.python or sys.executable, "-P", *programs]
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
