@@ -290,6 +290,8 @@ EVENTS: Mapping[str, Event] = {
         reward_high="upper end of it",
         k="attempts per task",
         solved_once="share of tasks that k attempts solve at least once",
+        oldest="oldest version that sampled a token",
+        newest="newest one: engines of a run move on while it trains",
         seconds="seconds it took",
         by_task="for each task, whether each attempt solved it",
         example_solved="a trajectory that solved its task",
@@ -297,6 +299,12 @@ EVENTS: Mapping[str, Event] = {
         conduct="for each task, what each attempt cost and earned, and how it behaved",
         families="for each task that has one, its family",
         environments="for each task its environment, where a run has several",
+    ),
+    "eval_left_out": _event(
+        "A version that `evals.every` names is not evaluated: a newer one was due by then, or it failed.",
+        label="which evaluation, such as during-rl-10",
+        version="the version",
+        reason="why",
     ),
     "eval_progress": _event(
         "How far an evaluation is: at its start, then at most twice per second, and at its end.",

@@ -7,7 +7,8 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     solve_rate_before, _after  held-out tasks, sampled, mid-trained model and trained one; `*_interval` is [low, high]
     gain, gain_interval        after minus before: paired by task where the evaluation recorded outcomes by task
     evals                      one entry per label, split and mode: solved, attempts, rate, low, high, version, seconds;
-                               reward (mean), reward_low, reward_high; solved_once (in k attempts, share of tasks), k
+                               reward (mean), reward_low, reward_high; solved_once (in k attempts, share of tasks), k;
+                               stage; oldest, newest (version that sampled a token): while training, engines move on
     gains                      one entry per split and mode that has both before and after: gain, low, high
     phases                     seconds by phase
     training                   steps, version, groups, trajectories, tokens, trained_tokens, masked_stale, seconds,
@@ -55,7 +56,7 @@ Outcomes = tuple[tuple[str, tuple[bool, ...]], ...]  # by task: whether each att
 FORMAT = 2
 _OF_EVAL = (
     *("label", "split", "mode", "solved", "attempts", "version", "seconds"),
-    *("reward", "reward_low", "reward_high", "k", "solved_once"),
+    *("reward", "reward_low", "reward_high", "k", "solved_once", "stage", "oldest", "newest"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from rollmill.environments.environment import Environments
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
+from rollmill.evals.kept import Kept
 from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
 from rollmill.rollouts.agent_endpoint import EndpointProxy, play
@@ -37,6 +39,7 @@ class Conduct:
     lost: bool = False
     engine_seconds: float = 0.0  # its share of the seconds that engines computed; 0.0 of all attempts: not known
     reward: float | None = None  # None: 1 if it is solved, else 0
+    versions: tuple[int, int] | None = None  # the oldest and the newest that sampled it
 
     @property
     def earned(self) -> float:
@@ -49,7 +52,7 @@ class Conduct:
             return cls(False, 0, 0.0, 0, 0, False, lost=True)
         calls, malformed = (result.tool_calls, result.bad_tool_calls) if result else (0, 0)
         told = (outcome.tokens, outcome.seconds, calls, malformed, outcome.asked)
-        return cls(outcome.solved, *told, reward=outcome.reward.value)
+        return cls(outcome.solved, *told, reward=outcome.reward.value, versions=outcome.versions)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class EvalResult:
     conduct: dict[str, list[Conduct]] = field(default_factory=dict)  # task id → how its attempts went, lost ones too
     families: dict[str, str] = field(default_factory=dict)  # task id → its family, of those that have one
     environments: dict[str, str] = field(default_factory=dict)  # task id → its environment, where a run has several
+    oldest: int | None = None  # the oldest and the newest version that sampled a token
+    newest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,10 @@ async def run_eval(
     on_progress: OnProgress | None = None,
     *,
     alone: bool = False,
+    kept: Kept | None = None,
 ) -> list[EvalResult]:
-    """Evaluate every cell of the suite on the version that the engines serve.
+    """Evaluate every cell of the suite on the version that the engines serve. Attempts that `kept` has are not made
+    again.
 
     `alone` says that no other process runs this evaluation: attempts that are still open are then interrupted ones.
     Otherwise only those are that have been open for twice the time limit.
@@ -162,7 +169,8 @@ async def run_eval(
 
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
         group = f"{as_id(f'{prefix}-{cell.split}-{cell.mode}')}-{index:04d}"
-        return await _attempt(context, task, cell, examination, group, number)
+        made = functools.partial(_attempt, context, task, cell, examination, group, number)
+        return await made() if kept is None else await kept.get(f"{cell.split}-{cell.mode}", task, number, made)
 
     return await run_cells(tasks, config, examination, attempt, on_progress)
 
@@ -282,6 +290,7 @@ def _summarise(
     rate, reward = clustered_interval(list(solved.values())), clustered_interval(rewards)
     whole = [pass_at(cell.attempts, outcomes) for outcomes in solved.values() if len(outcomes) >= cell.attempts]
     flat = [outcome for outcomes in graded.values() for outcome in outcomes]
+    versions = [version for outcome in flat if outcome.versions for version in outcome.versions]
     return EvalResult(
         label=examination.label,
         split=cell.split,
@@ -305,4 +314,6 @@ def _summarise(
         conduct={task: [Conduct.of(outcome) for outcome in outcomes] for task, outcomes in by_task.items()},
         families={task.id: task.family for task in suite if task.family},
         environments={task.id: task.environment for task in suite if task.environment},
+        oldest=min(versions, default=None),
+        newest=max(versions, default=None),
     )

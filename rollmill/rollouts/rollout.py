@@ -82,6 +82,7 @@ class Outcome:
     asked: bool = False  # it ended with a question instead of work
     lost: bool = False  # the infrastructure failed before anything was handed in: a fresh attempt may succeed
     moved: bool = False  # lost because its gateway was: not a fault of this host
+    versions: tuple[int, int] | None = None  # the oldest and the newest that sampled it; None: nothing was sampled
 
     @property
     def solved(self) -> bool:
@@ -184,8 +185,17 @@ class Rollout:
             timeout_s=context.grading_timeout_s,
             attempts=context.attempts,
         )
-        tokens, asked = seal_facts(record)["tokens"], transcript.asks(episode)
-        return Outcome(self._trajectory, reward, episode.result, tokens, seconds=episode.seconds, asked=asked)
+        facts = seal_facts(record)
+        oldest, newest = facts["oldest_version"], facts["newest_version"]
+        return Outcome(
+            self._trajectory,
+            reward,
+            episode.result,
+            facts["tokens"],
+            seconds=episode.seconds,
+            asked=transcript.asks(episode),
+            versions=None if oldest is None else (oldest, newest),
+        )
 
     async def _play(self) -> HandIn:
         """Play the episode to its end, from its last checkpoint if it has one. If its machine is lost, resume

@@ -82,6 +82,11 @@ def check_tasks(config: RunConfig) -> TaskSet:
     tasks = build_tasks(config)
     if any(isinstance(stage, RolloutSettings) and stage.steps for stage in config.stages):
         build_sampler(config.sampler, config).check(tasks)
+    if config.evals.every and config.evals.engines == "own" and build(config.cluster).elsewhere:
+        raise ConfigError(
+            'evals.engines is "own", but the supervisor of [cluster] has no place for an engine of its own',
+            hint='set evals.engines = "run"',
+        )
     for cell in config.evals.cells(tasks):
         if not tasks.heldout(cell.split, 1):
             raise ConfigError(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollmill import telemetry
 from rollmill.config import validate_config
+from rollmill.environments.environment import Sections
 from rollmill.errors import ConfigError
 from rollmill.kinds import KindSection, code_of
 from rollmill.runs.configuration.settings import CANARY, RunConfig
@@ -83,8 +84,13 @@ class RunDirectory:
 
     @classmethod
     def _open_service(cls, path: Path) -> RunDirectory:
-        run, saved = cls.open(path.parent.parent), json.loads((path / SERVICE).read_text())
-        return replace(run, path=path, ports=saved["ports"], host=saved["host"], service_of=run.path)
+        return cls.open(path.parent.parent).service(path.name)
+
+    def service(self, name: str) -> RunDirectory:
+        """A service of this run."""
+        path = self.path / "services" / name
+        saved = json.loads((path / SERVICE).read_text())
+        return replace(self, path=path, ports=saved["ports"], host=saved["host"], service_of=self.path)
 
     def make_service(self, name: str, host: str, port: int, *, canary: bool = False) -> RunDirectory:
         """The directory of a service of this run, with its gateway at `host` and `port`. The caller holds its lock.
@@ -149,7 +155,7 @@ class RunDirectory:
         """The code that fills the sections with a kind: class, version, digest."""
         config = self.config
         played: dict[str, KindSection | None] = {"sampler": config.sampler}
-        own = [(f"environments.{each.name}.", each) for each in config.environments]
+        own: list[tuple[str, Sections]] = [(f"environments.{each.name}.", each) for each in config.environments]
         for prefix, each in own or [("", config)]:
             played |= {f"{prefix}{part}": getattr(each, part) for part in ("tasks", "machine", "harness")}
             played |= {f"{prefix}rewards.{number}": section for number, section in enumerate(each.rewards)}

@@ -20,7 +20,7 @@ from rollmill.errors import StorageError
 from rollmill.kinds import build
 from rollmill.runs.lock import Holder, holder
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.stages import evaluations, is_last, left_to_evaluate, newest_step, results_key
+from rollmill.runs.stages import AFTER, during, evaluations, is_last, left_to_evaluate, newest_step, results_key
 from rollmill.training.stage import StageSection
 
 
@@ -49,8 +49,9 @@ def state_of(run: RunDirectory) -> RunState:
     stage, step = _current_stage(run)
     if stage is not None:
         step = max((each for each in (step, _told_step(run, stage)) if each is not None), default=None)
-    labels = [each.label for each in evaluations(run.config)]
-    found = [results for label in labels if (results := _evaluation(run, label))]
+    found = [results for each in evaluations(run.config) if (results := _evaluation(run, each.label))]
+    rates = [*map(_rate, found)]
+    rates += [_newest_while_training(run, stage)] if stage and not _evaluation(run, AFTER) else []
     return RunState(
         word="training" if driver else "finished" if is_finished(run) else "stopped",
         driver=driver,
@@ -58,7 +59,7 @@ def state_of(run: RunDirectory) -> RunState:
         stage=stage.name if stage else "",
         step=step,
         steps=stage.steps if stage else 0,
-        result=" → ".join(_rate(results) for results in found),
+        result=" → ".join(filter(None, rates)),
         environments=_rates_apart(found),
         age_s=time.time() - (run.path / "run.json").stat().st_mtime,
     )
@@ -121,6 +122,16 @@ def _evaluation(run: RunDirectory, label: str) -> list[dict[str, Any]]:
         return list(json.loads(home.get(results_key(run, label)))) if home else []
     except (StorageError, ValueError, TypeError):
         return []
+
+
+def _newest_while_training(run: RunDirectory, stage: StageSection) -> str:
+    """The newest result of `evals.every`, with its version; empty without one."""
+    every = run.config.evals.every
+    last = (newest_step(run, stage) or 0) if every else 0
+    for number in range(last - last % (every or 1), 0, -(every or 1)):
+        if results := _evaluation(run, during(stage, number)):
+            return f"{_rate(results)} at {stage.name}@{number}"
+    return ""
 
 
 def _rate(results: list[dict[str, Any]]) -> str:

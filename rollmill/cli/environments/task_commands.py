@@ -1,4 +1,4 @@
-"""`rollmill tasks list | show | check`: look at the tasks of a run, and check them on real machines."""
+"""`rollmill tasks list | show | check | make`: look at the tasks of a run, check them on real machines, make others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollmill.cli.environments.make_command import make
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import ConfigError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rollmill.rollouts.check_task import TaskCheck
 
 app = typer.Typer()
+app.command()(make)
 
 Source = Annotated[Path, typer.Argument(metavar="RUN", help="a RUN.toml or a run directory", show_default=False)]
 Count = Annotated[

@@ -280,6 +280,8 @@ class RunConfig(Config):
         machines = [each.machine for each in each_environment(self)]
         if self.dispatcher.replicas > 1 and any(getattr(each, "listen", None) is not None for each in machines):
             raise ValueError("machine.listen is the port of one dispatcher: set dispatcher.replicas to 1")
+        if self.evals.every and getattr(self.machine, "listen", None) is not None:
+            raise ValueError("machine.listen is the port of the dispatcher: leave evals.every out, or machine.listen")
         return self
 
     @model_validator(mode="after")
