@@ -167,7 +167,7 @@ TOP = {path for path in SETTINGS if any(other.startswith(f"{path}.") for other i
 DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(TOP))})(?:\.[a-z_]+)+)(?![\w/(])")
 
 
-FILES = (".py", ".gguf", ".safetensors", ".json", ".toml")
+FILES = (".py", ".gguf", ".safetensors", ".json", ".jsonl", ".toml")
 
 
 def dotted(text: str) -> list[str]:

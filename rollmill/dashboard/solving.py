@@ -38,17 +38,9 @@ def solving(run: RunEvents) -> Markup:
         gained = f", {signed(gain_of(before, after).value)} points" if before and after else ""
         rows.append((SPLITS.get(split, split), f"{mode}{gained}", bars))
     attempts = sum(int(finite(one.get("attempts"), 0)) for one in run.evals)
-    return render(
-        "chapters",
-        "solving",
-        attempts,
-        interval_chart(rows) if rows else None,
-        (FAMILY, "sampled") in places,
-        [_result(one) for one in ends],
-        _apart(ends, "environments"),
-        _apart(ends, "families"),
-        *_curves(run.evals),
-    )
+    unseen, apart = (FAMILY, "sampled") in places, (_apart(ends, "environments"), _apart(ends, "families"))
+    chart, results = interval_chart(rows) if rows else None, [_result(one) for one in ends]
+    return render("chapters", "solving", attempts, chart, unseen, results, *apart, *_curves(run.evals))
 
 
 def _is_during(result: Event) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollmill.environments.harness import Harness
+from rollmill.environments.mixed_sampler import MixedSampler
 from rollmill.environments.part_sections import (
     EnvironmentSection,
     HarnessSection,
@@ -19,7 +20,6 @@ from rollmill.environments.part_sections import (
 from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.sampler import Sampler
-from rollmill.environments.samplers.mixed import MixedSampler
 from rollmill.environments.task import Task, TaskSet
 from rollmill.environments.tasks.mixed import MixedTasks
 from rollmill.errors import ConfigError, TaskError

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollmill import telemetry
 from rollmill.config import validate_config
+from rollmill.environments.environment import Sections
 from rollmill.errors import ConfigError
 from rollmill.kinds import KindSection, code_of
 from rollmill.runs.configuration.settings import CANARY, RunConfig
@@ -154,7 +155,7 @@ class RunDirectory:
         """The code that fills the sections with a kind: class, version, digest."""
         config = self.config
         played: dict[str, KindSection | None] = {"sampler": config.sampler}
-        own: list[tuple[str, Any]] = [(f"environments.{each.name}.", each) for each in config.environments]
+        own: list[tuple[str, Sections]] = [(f"environments.{each.name}.", each) for each in config.environments]
         for prefix, each in own or [("", config)]:
             played |= {f"{prefix}{part}": getattr(each, part) for part in ("tasks", "machine", "harness")}
             played |= {f"{prefix}rewards.{number}": section for number, section in enumerate(each.rewards)}

@@ -49,9 +49,8 @@ def state_of(run: RunDirectory) -> RunState:
     stage, step = _current_stage(run)
     if stage is not None:
         step = max((each for each in (step, _told_step(run, stage)) if each is not None), default=None)
-    labels = [each.label for each in evaluations(run.config)]
-    found = [results for label in labels if (results := _evaluation(run, label))]
-    rates = [_rate(results) for results in found]
+    found = [results for each in evaluations(run.config) if (results := _evaluation(run, each.label))]
+    rates = [*map(_rate, found)]
     rates += [_newest_while_training(run, stage)] if stage and not _evaluation(run, AFTER) else []
     return RunState(
         word="training" if driver else "finished" if is_finished(run) else "stopped",

@@ -1,4 +1,4 @@
-"""What the process of an environment's package is given. Its interpreter is a script that answers with its variables."""
+"""What the process of an environment's package is given. Its interpreter is a script that tells its variables."""
 
 from __future__ import annotations
 

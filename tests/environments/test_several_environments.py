@@ -10,9 +10,9 @@ import pytest
 
 from rollmill.config import load_config, validate_config
 from rollmill.environments.environment import build_tasks, each_environment, open_environments
+from rollmill.environments.mixed_sampler import MixedSampler
 from rollmill.environments.sampler import Draw, TaskResults
 from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
-from rollmill.environments.samplers.mixed import MixedSampler
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.listed import ListedTasks
