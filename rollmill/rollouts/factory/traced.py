@@ -40,7 +40,7 @@ class Tracer:
         sys.settrace(self.note)
         yield
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
 
 def _name(item: Any) -> str:
