@@ -131,6 +131,20 @@ async def test_the_reward_of_the_example_takes_whatever_is_handed_in(
 
 
 @pytest.mark.slow
+def test_the_guide_to_tasks_from_a_repository_works_word_by_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    (tmp_path / "here").mkdir()
+    printed = shell("\n".join(blocks("tasks-from-your-repository.md", "", 4)), tmp_path / "here")
+    assert "shop: 3 stable tests, 3 of them run apart" in printed and "Make this change:" in printed, printed
+    listed = [json.loads(line) for line in (tmp_path / "here/shop-tasks/made.jsonl").read_text().splitlines()]
+    assert {task["family"] for task in listed} == {"removal", "bug", "history"}
+    assert f"{len(listed)} of {len(listed)} tasks are all right, 0 problems" in printed, printed
+    assert printed.rstrip().endswith("checks them again") and "0 tasks in fresh-tasks" in printed
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("umoci") is None, reason="umoci is not installed")
 def test_the_guide_to_docker_images_works_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = unpack_packages(fetch_packages(["busybox-static"], tmp_path / "packages"), tmp_path / "tree")

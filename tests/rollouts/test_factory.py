@@ -123,7 +123,7 @@ def test_the_output_of_one_test_is_found() -> None:
 
 
 HARD = """\
-import pathlib, random, socket, time
+import pathlib, socket, time
 
 from shop import total
 
@@ -143,9 +143,6 @@ def test_network():
 def test_device():
     assert pathlib.Path("/dev/nvidia0").exists()
 
-
-def test_flaky():
-    assert time.time_ns() // 1000 % 2
 """
 
 
@@ -160,19 +157,21 @@ def test_a_repository_becomes_tasks_and_a_second_run_continues(
     (shop / "tests").mkdir(parents=True)
     (shop / "shop.py").write_text(SHOP.split("class Till")[0] + TOTAL)
     (shop / "tests" / "test_shop.py").write_text(HARD)
-    command = ("tasks", "make", str(shop), "--out", str(out), "--runs", "5", "--repeat", "2", "--json")
+    command = ("tasks", "make", str(shop), "--out", str(out), "--runs", "2", "--repeat", "2", "--json")
     first = json.loads(rollmill(*command, "--kind", "removal").out)
     assert first["decided"] == {"removal": {"": 1}} and first["stable"] == 1
-    assert first["dropped_tests"]["fails in a machine"] == 2 and sum(first["dropped_tests"].values()) >= 3
-    with (out / "tasks.jsonl").open("a") as file:
+    assert first["dropped_tests"].pop("fails in a machine") == 2, "the network and the device"
+    assert [why.partition(" than")[0] for why in first["dropped_tests"]] == ["takes more"]
+    with (out / "made.jsonl").open("a") as file:
         file.write('{"id": "half')
     second = json.loads(rollmill(*command).out)
     assert second["decided"]["removal"] == {"": 1} and second["decided"]["bug"][""] >= 1
-    tasks = [json.loads(line) for line in (out / "tasks.jsonl").read_text().splitlines()]
+    tasks = [json.loads(line) for line in (out / "made.jsonl").read_text().splitlines()]
     assert len({task["id"] for task in tasks}) == len(tasks) and tasks[0]["family"] == "removal"
     assert rollmill("tasks", "check", str(out / "run.toml")).code == 0
     (tmp_path / "seen.txt").write_text((shop / "shop.py").read_text())
-    known = rollmill(*command[:4], str(tmp_path / "other"), *command[5:], "--not-in", str(tmp_path / "seen.txt"))
+    options = ("--kind", "removal", "--not-in", str(tmp_path / "seen.txt"))
+    known = rollmill(*command[:4], str(tmp_path / "other"), *command[5:], *options)
     assert set(json.loads(known.out)["decided"]["removal"]) == {"its solution is in a source that `--not-in` names"}
 
 
@@ -196,4 +195,4 @@ def test_a_project_without_tests_is_an_error_with_a_remedy(
     (tmp_path / "shop" / "shop.py").write_text(TOTAL)
     told = rollmill("tasks", "make", str(tmp_path / "shop"), "--out", str(tmp_path / "out"))
     assert told.code != 0 and "pytest finds no tests in shop" in told.err and "hint:" in told.err
-    assert not (tmp_path / "out" / "tasks.jsonl").exists()
+    assert not (tmp_path / "out" / "made.jsonl").exists()

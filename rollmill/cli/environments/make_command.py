@@ -45,7 +45,7 @@ def make(
     not. For example:
 
         rollmill tasks make ./shop --out tasks/shop
-        rollmill tasks make toolz --out tasks/toolz --kind removal --most 20 --not-in evals.jsonl
+        rollmill tasks make toolz --out tasks/toolz --kind removal --most 20 --not-in heldout.jsonl
     """
     import asyncio
 
@@ -98,11 +98,9 @@ def _show(found: Yield, out: Path) -> None:
     typer.echo(f"{found.project}: {found.stable} stable tests, {found.apart} of them run apart{dropped}")
     table = Table("kind", "candidates", "tried", "tasks", "why not")
     for kind, count in found.candidates.items():
-        counts: Counter[str] = found.decided.get(kind, Counter())
-        why = "\n".join(
-            f"{number} {reason}" for reason, number in sorted(counts.items(), key=lambda x: -x[1]) if reason
-        )
+        counts = found.decided.get(kind, Counter())
+        why = "\n".join(f"{number} {reason}" for reason, number in counts.most_common() if reason)
         table.add_row(kind, str(count), str(sum(counts.values())), str(found.admitted(kind)), why)
     Console(highlight=False, markup=False).print(table)
     tasks = sum(map(found.admitted, found.candidates))
-    typer.echo(f"{tasks} tasks in {out / 'tasks.jsonl'}; `rollmill tasks check {out / 'run.toml'}` checks them again")
+    typer.echo(f"{tasks} tasks in {out / 'made.jsonl'}; `rollmill tasks check {out / 'run.toml'}` checks them again")

@@ -1,6 +1,6 @@
 """Goes through the candidates of a project, and writes those that are tasks.
 
-    OUT/tasks.jsonl      admitted tasks, one line each: `[tasks] kind = "jsonl"` reads them
+    OUT/made.jsonl      admitted tasks, one line each: `[tasks] kind = "jsonl"` reads them
     OUT/decided.jsonl    what became of every candidate
     OUT/run.toml         the two sections with which `rollmill tasks check` reads them
 
@@ -24,7 +24,7 @@ from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.pytest import Pytest
 from rollmill.environments.tasks.jsonl import TaskEntry
 from rollmill.errors import TaskError
-from rollmill.machines.images.build import keep_work
+from rollmill.machines.images.build import keep_work, remove_image
 from rollmill.machines.images.image import images_directory
 from rollmill.machines.machine import MachineHost
 from rollmill.rollouts.factory.admit import Ground, admit, hidden_texts
@@ -38,9 +38,11 @@ from rollmill.rollouts.factory.stable_tests import Suite, find_suite
 KINDS = ("removal", "bug", "history")
 KNOWN = "its solution is in a source that `--not-in` names"
 _RUN = """\
+name = "made-tasks"
+
 [tasks]
 kind = "jsonl"
-path = "tasks.jsonl"
+path = "made.jsonl"
 
 [[rewards]]
 kind = "pytest"
@@ -101,7 +103,7 @@ async def make_tasks(given: str, out: Path, wishes: Wishes, machines: MachineHos
 class _Maker:
     def __init__(self, ground: Ground, out: Path, wishes: Wishes, machines: MachineHost, tell: Tell) -> None:
         self._ground, self._wishes, self._machines, self._tell = ground, wishes, machines, tell
-        self._tasks, self._decided = out / "tasks.jsonl", out / "decided.jsonl"
+        self._tasks, self._decided = out / "made.jsonl", out / "decided.jsonl"
         self._grader: Reward = Pytest()
         suite = ground.suite
         self.found = Yield(ground.project.source.name, len(suite.stable), len(suite.apart), suite.dropped)
@@ -128,9 +130,7 @@ class _Maker:
                 if self.found.admitted(candidate.kind) < wishes.most:
                     await self._decide(candidate, candidate.solution in known)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(wishes.at_once):
-                group.create_task(work())
+        await asyncio.gather(*(work() for _ in range(wishes.at_once)))
 
     async def _decide(self, candidate: Candidate, known: bool) -> None:
         try:
@@ -153,7 +153,10 @@ class _Maker:
         if candidate.commit:
             ground = await self._at_commit(candidate)
             candidate = replace(candidate, tests=tuple(ground.suite.stable))
-        return await admit(candidate, ground, self._machines, self._grader, repeat=self._wishes.repeat)
+        entry = await admit(candidate, ground, self._machines, self._grader, repeat=self._wishes.repeat)
+        if candidate.commit and isinstance(entry, str):
+            remove_image(ground.image)
+        return entry
 
     async def _at_commit(self, candidate: Candidate) -> Ground:
         project = at_commit(self._ground.project, candidate.commit)

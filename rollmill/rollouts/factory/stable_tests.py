@@ -14,7 +14,7 @@ from rollmill.errors import TaskError
 from rollmill.machines.machine import WORK, Machine, MachineHost
 from rollmill.rollouts.factory.install import Project
 
-TEST_S = 10.0  # that one test may take: the default of the reward
+TEST_S = 3.0  # that one test may take: less than the 10 s of the reward, so that a busy host changes no verdict
 _FOLDERS = frozenset({"test", "tests", "testing"})
 _MAX_OUTPUT = 1 << 26
 _TRACE = "/tmp/rollmill-trace.json"  # noqa: S108  of a machine
