@@ -256,8 +256,10 @@ EVENTS: Mapping[str, Event] = {
         task="its task",
         family="the task's family",
         split="the task's split",
+        environment="the task's environment, where a run has several",
         state="graded or failed",
         reward="its reward, if graded",
+        solved="whether it solved its task, if graded",
         turns="answers of the model",
         tool_calls="tool calls",
         bad_tool_calls="tool calls that could not be understood",
@@ -296,6 +298,7 @@ EVENTS: Mapping[str, Event] = {
         example_unsolved="a trajectory that did not",
         conduct="for each task, what each attempt cost and earned, and how it behaved",
         families="for each task that has one, its family",
+        environments="for each task its environment, where a run has several",
     ),
     "eval_left_out": _event(
         "A version that `evals.every` names is not evaluated: a newer one was due by then, or it failed.",

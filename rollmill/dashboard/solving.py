@@ -1,4 +1,4 @@
-"""What the evaluations of a run measured: before against after, over versions, with intervals, and by family."""
+"""What the evaluations of a run measured: before against after, over versions, by environment and by family."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def solving(run: RunEvents) -> Markup:
         gained = f", {signed(gain_of(before, after).value)} points" if before and after else ""
         rows.append((SPLITS.get(split, split), f"{mode}{gained}", bars))
     attempts = sum(int(finite(one.get("attempts"), 0)) for one in run.evals)
-    results, families = [_result(one) for one in ends], _families(ends)
     return render(
         "chapters",
         "solving",
         attempts,
         interval_chart(rows) if rows else None,
         (FAMILY, "sampled") in places,
-        results,
-        families,
+        [_result(one) for one in ends],
+        _apart(ends, "environments"),
+        _apart(ends, "families"),
         *_curves(run.evals),
     )
 
@@ -106,17 +106,17 @@ def _result(result: Event) -> list[str]:
     ]
 
 
-def _families(evals: Sequence[Event]) -> list[list[str]]:
-    """The sampled attempts of each evaluation by family of their tasks, where there are several."""
+def _apart(evals: Sequence[Event], by: str) -> list[list[str]]:
+    """The sampled attempts of each evaluation by environment or family of their tasks, where there are several."""
     found: dict[tuple[str, str], list[list[Mapping[str, Any]]]] = {}
     for result in evals:
-        families, conduct = result.get("families"), result.get("conduct")
-        if result.get("mode") != "sampled" or not isinstance(families, Mapping) or not isinstance(conduct, Mapping):
+        names, conduct = result.get(by), result.get("conduct")
+        if result.get("mode") != "sampled" or not isinstance(names, Mapping) or not isinstance(conduct, Mapping):
             continue
         for task, made in conduct.items():
             known = [each for each in made if not each.get("lost")]
-            found.setdefault((str(families.get(task, "–")), str(result.get("label"))), []).append(known)
-    if len({family for family, _ in found}) < 2:
+            found.setdefault((str(names.get(task, "–")), str(result.get("label"))), []).append(known)
+    if len({name for name, _ in found}) < 2:
         return []
     ordered = sorted(found.items(), key=lambda each: each[0][0])
     return [[*place, number(len(tasks)), *_means(tasks)] for place, tasks in ordered]

@@ -6,11 +6,11 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from rollmill import telemetry
-from rollmill.environments.environment import Environment
+from rollmill.environments.environment import Environments
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
@@ -19,7 +19,7 @@ from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
 from rollmill.rollouts.agent_endpoint import EndpointProxy, play
 from rollmill.rollouts.config import RolloutConfig
-from rollmill.rollouts.rollout import Outcome, Rollout, as_id, rollout_seed
+from rollmill.rollouts.rollout import Outcome, Rollout, as_id, provenance_of, rollout_seed
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Sampling
 
@@ -78,6 +78,7 @@ class EvalResult:
     example_unsolved: str | None = None
     conduct: dict[str, list[Conduct]] = field(default_factory=dict)  # task id → how its attempts went, lost ones too
     families: dict[str, str] = field(default_factory=dict)  # task id → its family, of those that have one
+    environments: dict[str, str] = field(default_factory=dict)  # task id → its environment, where a run has several
     oldest: int | None = None  # the oldest and the newest version that sampled a token
     newest: int | None = None
 
@@ -160,7 +161,7 @@ async def run_eval(
     `alone` says that no other process runs this evaluation: attempts that are still open are then interrupted ones.
     Otherwise only those are that have been open for twice the time limit.
     """
-    still_running_s = 0.0 if alone else 2 * context.timeout_s
+    still_running_s = 0.0 if alone else 2 * context.longest_s
     await asyncio.to_thread(context.trajectories.fail_interrupted, examination.index_run, still_running_s)
     await context.gateway.wait_until_serving(examination.version, context.line)
     # an evaluation that is run again, after a crash for example, makes new trajectories
@@ -191,8 +192,7 @@ async def run_cells(
     for cell, suite in cells:
         started = time.time()
         outcomes = await _attempt_cell(cell, suite, attempt, config.concurrency, counter)
-        families = {task.id: task.family for task in suite if task.family}
-        result = _summarise(outcomes, cell, examination, time.time() - started, families)
+        result = _summarise(outcomes, cell, examination, time.time() - started, suite)
         telemetry.emit("eval", **asdict(result))
         results.append(result)
     return results
@@ -226,8 +226,7 @@ async def _attempt(
 ) -> Outcome:
     """One attempt. Its trajectory row is created here, when it runs: an interrupted evaluation leaves few behind."""
     run, id = examination.index_run, f"{group}-{number}"
-    provenance = {"family": task.family, "split": task.split, "image": task.image, "task_digest": task.digest}
-    provenance |= {"mode": cell.mode}
+    provenance = {**provenance_of(task), "mode": cell.mode}
     await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
     sampling = sampling_of(task, cell, number, examination)
     facts = {"run": run, "group_id": group, "provenance": provenance}
@@ -235,7 +234,7 @@ async def _attempt(
 
 
 async def evaluate_endpoint(
-    environment: Environment,
+    environments: Environments,
     tasks: TaskSet,
     config: EvalConfig,
     proxy: EndpointProxy,
@@ -246,7 +245,7 @@ async def evaluate_endpoint(
     """Evaluate any OpenAI-compatible endpoint on the tasks of a run, with the same statistics."""
 
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
-        played = await play(environment, proxy, task, sampling_of(task, cell, number, examination), limits)
+        played = await play(environments, proxy, task, sampling_of(task, cell, number, examination), limits)
         episode = played.episode
         return Outcome(
             f"{task.id} #{number}",
@@ -274,7 +273,7 @@ def _summarise(
     cell: Cell,
     examination: Examination,
     seconds: float,
-    families: Mapping[str, str],
+    suite: Sequence[Task],
 ) -> EvalResult:
     """The figures of one cell. Failed attempts are left out of them; with too many of them they would mislead."""
     graded = {task: [outcome for outcome in outcomes if outcome.reward] for task, outcomes in by_task.items()}
@@ -313,7 +312,8 @@ def _summarise(
         example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
         example_unsolved=next((outcome.trajectory for outcome in flat if not outcome.solved), None),
         conduct={task: [Conduct.of(outcome) for outcome in outcomes] for task, outcomes in by_task.items()},
-        families=dict(families),
+        families={task.id: task.family for task in suite if task.family},
+        environments={task.id: task.environment for task in suite if task.environment},
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
     )

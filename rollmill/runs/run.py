@@ -153,14 +153,17 @@ class RunDirectory:
     def code(self) -> dict[str, Any]:
         """The code that fills the sections with a kind: class, version, digest."""
         config = self.config
-        rewards = {f"rewards.{number}": section for number, section in enumerate(config.rewards)}
+        played: dict[str, KindSection | None] = {"sampler": config.sampler}
+        own: list[tuple[str, Any]] = [(f"environments.{each.name}.", each) for each in config.environments]
+        for prefix, each in own or [("", config)]:
+            played |= {f"{prefix}{part}": getattr(each, part) for part in ("tasks", "machine", "harness")}
+            played |= {f"{prefix}rewards.{number}": section for number, section in enumerate(each.rewards)}
         stages: dict[str, KindSection] = {f"stages.{stage.name}": stage for stage in config.stages}
         for stage in config.stages:
             for number, source in enumerate(getattr(stage, "sources", ())):
                 stages[f"stages.{stage.name}.sources.{number}"] = source
-        alone = {"tasks": config.tasks, "sampler": config.sampler, "machine": config.machine, "harness": config.harness}
         engines = {f"engines.{number}": section for number, section in enumerate(config.engines)}
-        sections = {**alone, **rewards, **stages, **engines}
+        sections = {**played, **stages, **engines}
         return {name: code_of(section) for name, section in sections.items() if section is not None}
 
     def changed_code(self) -> list[str]:

@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass
 
 from rollmill import telemetry
+from rollmill.environments.environment import each_environment
 from rollmill.errors import ObjectExists
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.objects import Objects
@@ -41,7 +42,7 @@ def evaluations(config: RunConfig) -> list[Evaluation]:
     first = next((stage for stage in config.stages if isinstance(stage, RolloutSettings)), None)
     found = []
     for stage in config.stages:
-        if stage is first and config.tasks is not None:
+        if stage is first and each_environment(config):
             found.append(Evaluation(BEFORE, stage))
         if stage in after:
             found.append(Evaluation(AFTER if stage is after[-1] else f"after-{stage.name}", stage))

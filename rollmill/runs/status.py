@@ -34,6 +34,7 @@ class RunState:
     steps: int
     result: str  # solve rates on held-out tasks, as far as they are known
     age_s: float
+    environments: dict[str, str]  # where a run has several: the same by name
 
     @property
     def processes(self) -> dict[str, str]:
@@ -48,7 +49,9 @@ def state_of(run: RunDirectory) -> RunState:
     stage, step = _current_stage(run)
     if stage is not None:
         step = max((each for each in (step, _told_step(run, stage)) if each is not None), default=None)
-    rates = [_rate(results) for each in evaluations(run.config) if (results := _evaluation(run, each.label))]
+    labels = [each.label for each in evaluations(run.config)]
+    found = [results for label in labels if (results := _evaluation(run, label))]
+    rates = [_rate(results) for results in found]
     rates += [_newest_while_training(run, stage)] if stage and not _evaluation(run, AFTER) else []
     return RunState(
         word="training" if driver else "finished" if is_finished(run) else "stopped",
@@ -58,6 +61,7 @@ def state_of(run: RunDirectory) -> RunState:
         step=step,
         steps=stage.steps if stage else 0,
         result=" → ".join(filter(None, rates)),
+        environments=_rates_apart(found),
         age_s=time.time() - (run.path / "run.json").stat().st_mtime,
     )
 
@@ -133,3 +137,15 @@ def _newest_while_training(run: RunDirectory, stage: StageSection) -> str:
 
 def _rate(results: list[dict[str, Any]]) -> str:
     return f"{100 * float(results[0]['rate']):.0f} %"
+
+
+def _rates_apart(found: list[list[dict[str, Any]]]) -> dict[str, str]:
+    """By environment, what came of the attempts at its held-out tasks in each evaluation."""
+    rates: dict[str, list[str]] = {}
+    for results in found:
+        attempts: dict[str, list[bool]] = {}
+        for task, name in results[0].get("environments", {}).items():
+            attempts.setdefault(name, []).extend(results[0]["by_task"].get(task, ()))
+        for name, solved in attempts.items():
+            rates.setdefault(name, []).append(f"{100 * sum(solved) / len(solved):.0f} %" if solved else "–")
+    return {name: " → ".join(own) for name, own in rates.items()}

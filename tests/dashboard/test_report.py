@@ -492,6 +492,25 @@ def test_the_time_in_which_a_run_was_stopped_is_no_part_of_its_duration(tmp_path
     assert summary["seconds"] == pytest.approx(300.0)
 
 
+def test_each_environment_is_shown_apart(tmp_path: Path) -> None:
+    script = Script()
+    for index in range(12):
+        name = "repairs" if index < 8 else "<tickets>"
+        facts = {"trajectory": f"r{index}", "group": f"g{index // 4}", "environment": name, "split": "train"}
+        solved = {"state": "graded", "reward": float(index % 2), "solved": bool(index % 2)}
+        script.emit("dispatcher", "rollout", **facts, **solved, turns=2, tokens=40 + index, seconds=3.0)
+    conduct = {task: [{"solved": task == "a", "lost": False}] for task in ("a", "b")}
+    where = {"label": "after", "split": "heldout", "mode": "sampled", "solved": 1, "attempts": 2}
+    script.emit("main", "eval", **where, conduct=conduct, environments={"a": "repairs", "b": "<tickets>"})
+    summary, text = report(tmp_path, script)
+    assert list(summary["environments"]) == ["<tickets>", "repairs"]
+    own = summary["environments"]["repairs"]
+    assert (own["groups"], own["total"], own["graded"], own["solve_rate"], own["tokens"]) == (2, 8, 8, 0.5, 43.5)
+    assert own["share"] == pytest.approx(2 / 3) and own["reward"] == 0.5
+    cells = [words for words in Page(text).text if words.strip()]
+    assert cells.count("repairs") == cells.count("<tickets>") == 2 and "43.5" in cells
+
+
 def test_evaluations_are_shown_by_family_and_with_their_mean_reward(tmp_path: Path) -> None:
     script = Script()
     conduct = {

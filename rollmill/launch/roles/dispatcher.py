@@ -12,12 +12,11 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rollmill import telemetry
-from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.environments.environment import build_sampler, build_tasks, open_environments
 from rollmill.environments.task import TaskSet
 from rollmill.evals.evaluation import EvalResult, Examination, run_eval
 from rollmill.evals.kept import Kept
 from rollmill.evals.suite import EvalConfig
-from rollmill.kinds import build
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout_context import RolloutContext
@@ -94,7 +93,7 @@ def _dispatcher(
         run=key,
         seed=run.config.seed_of(stage),
         pace=pace,
-        sampler=build(run.config.sampler),
+        sampler=build_sampler(run.config.sampler, run.config),
         claims=Claims(database, key, name) if run.config.dispatcher.replicas > 1 else None,
     )
 
@@ -150,16 +149,18 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
         trust(config.tls.ca)
     objects = run.objects()
     async with (
-        open_environment(config) as environment,
+        open_environments(config) as environments,
         GatewayClient(gateway_finders(run), run.secrets["rollout_key"]) as gateway,
     ):
         await gateway.wait_until_serving(0, line, START_PATIENCE_S)
+        first = environments.first
         yield RolloutContext(
             gateway=gateway,
-            machines=environment.machines,
-            grading_machines=environment.grading_machines,
-            harness=environment.harness,
-            grader=environment.grader,
+            machines=first.machines,
+            grading_machines=first.grading_machines,
+            harness=first.harness,
+            grader=first.grader,
+            environments=environments,
             trajectories=TrajectoryStore(run.database(), objects),
             objects=objects,
             line=line,
