@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollmill.rollouts.agent_endpoint import Endpoint
 
 SHOWN = 40  # tasks in the table
-PARTS = ("tasks", "harness", "machine", "pool", "rewards")  # of an environment
+PARTS = ("environments", "tasks", "harness", "machine", "pool", "rewards")  # that describe environments
 
 
 def evaluate(
