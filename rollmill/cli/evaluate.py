@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rollmill.rollouts.agent_endpoint import Endpoint
 
 SHOWN = 40  # tasks in the table
+PARTS = ("environments", "tasks", "harness", "machine", "pool", "rewards")  # that describe environments
 
 
 def evaluate(
@@ -35,6 +36,15 @@ def evaluate(
         int | None, typer.Option(min=1, help="at most this many tasks per split; default: as the run is configured")
     ] = None,
     attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts per task")] = None,
+    suite: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="evaluate on the environment of this file: its [tasks], [harness], [machine], [[rewards]], [rollouts] "
+            "and [evals]",
+            show_default=False,
+        ),
+    ] = None,
     model: ModelOption = None,
     model_name: ModelNameOption = SERVED_MODEL,
     key: KeyOption = None,
@@ -50,6 +60,7 @@ def evaluate(
         rollmill eval runs/demo
         rollmill eval runs/demo --version 10 --tasks 32
         rollmill eval runs/demo --version live
+        rollmill eval runs/demo --suite other.toml
 
     With --model it evaluates any OpenAI-compatible endpoint on the same tasks with the same statistics:
 
@@ -57,23 +68,30 @@ def evaluate(
     """
     from rollmill.cli.environment_settings import read_settings
     from rollmill.cli.progress import Progress
+    from rollmill.errors import ConfigError
     from rollmill.launch import services
     from rollmill.rollouts.agent_endpoint import Endpoint
     from rollmill.runs.opening import open_with_index
 
     if model is not None:
+        if suite is not None:
+            raise ConfigError("--suite and --model exclude each other", hint="name the file in place of RUN")
         endpoint = Endpoint(model, key or "", model_name)
         _show(endpoint.url, _evaluate_endpoint(read_settings(directory), endpoint, tasks, attempts), json)
         return
     run = open_with_index(directory)
-    suite = limited_suite(run.config.evals, tasks, attempts)
+    settings = read_settings(suite) if suite is not None else run.config
+    changed = {part: getattr(settings, part) for part in (*PARTS, "rollouts")}
+    limited = limited_suite(settings.evals, tasks, attempts)
     target = find_target(run, version).pinned()
     try:
         with (
             services.serving(run, target, "eval") as (service, cluster),
             Progress(service.events, [f"evaluate {target}"], title=f"rollmill · {directory}") as progress,
         ):
-            results = services.evaluate(service, cluster, suite, target.version, progress.update)
+            asked = replace(service, config=service.config.model_copy(update=changed))
+            name = "" if suite is None else settings.name
+            results = services.evaluate(asked, cluster, limited, target.version, progress.update, name=name)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was recorded as a result", err=True)
         raise typer.Exit(130) from None

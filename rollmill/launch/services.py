@@ -180,11 +180,14 @@ def evaluate(
     suite: EvalConfig,
     version: Version,
     on_tick: Callable[[], None] = lambda: None,
+    *,
+    name: str = "",
 ) -> list[EvalResult]:
-    """Evaluate the version that a service is pinned to. `on_tick` is called a few times per second."""
+    """Evaluate the version that a service is pinned to. `on_tick` is called a few times per second. `name`: of the
+    suite, if it is not that of the run."""
     from rollmill.launch.roles.dispatcher import evaluate as evaluation
 
-    return asyncio.run(while_watching(cluster, evaluation(service, suite, version), on_tick))
+    return asyncio.run(while_watching(cluster, evaluation(service, suite, version, name=name), on_tick))
 
 
 async def while_watching(cluster: LocalLauncher, work: Coroutine[Any, Any, T], on_tick: Callable[[], None]) -> T:

@@ -131,6 +131,53 @@ def test_evaluating_beside_a_training_run(tmp_path: Path) -> None:
     assert no_tracebacks(run)
 
 
+def test_evaluating_on_the_tasks_of_another_file(tmp_path: Path) -> None:
+    """With its own harness, limits and suite; the run itself, and what it is evaluated on, stay as they are."""
+    run = published_run(tmp_path, 2)
+    before = (run.path / "run.json").read_text()
+    tasks = [{"id": f"t{number}", "instruction": "hello", "grading": {"code": ""}} for number in range(4)]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "other.toml").write_text(SUITE)
+    command = [*ROLLMILL, "eval", str(run.path), "--version", "rl@1", "--suite", str(tmp_path / "other.toml"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert (result["label"], result["version"], result["attempts"]) == ("other-version-1", 1, 8)
+    assert set(result["by_task"]) == {"t0", "t1", "t2", "t3"} and result["reward"] == 0.5
+    assert (result["oldest"], result["newest"]) == (1, 1)
+    rows = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store)).list()
+    assert {row.run for row in rows} == {f"{run.id}/eval-other-version-1"} and len(rows) == 8
+    assert (run.path / "run.json").read_text() == before and no_tracebacks(run)
+
+
+REWARD = """
+from rollmill import Grade, Reward
+
+
+class Half(Reward):
+    name = "half"
+
+    async def grade(self, episode):
+        return Grade(0.5)
+"""
+SUITE = """
+name = "other"
+rewards = [{kind = "mine:Half"}]
+[tasks]
+kind = "jsonl"
+path = "other.jsonl"
+heldout_share = 1.0
+[harness]
+kind = "chat"
+[rollouts]
+max_answer_tokens = 8
+[evals]
+attempts = 2
+greedy = false
+"""
+
+
 def test_serving_a_checkpoint_directory(tmp_path: Path) -> None:
     make_chat_checkpoint(tmp_path / "My Model")
     with served(tmp_path / "out", tmp_path / "My Model", "--root", tmp_path / "runs") as serving:

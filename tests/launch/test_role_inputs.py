@@ -19,6 +19,7 @@ DATABASE = "postgresql://mill:password@localhost/mill"
     [
         ("trainer", {"database"}),
         ("dispatcher", {"database", "rollout_key"}),
+        ("evaluator", {"database", "rollout_key"}),
         ("gateway", {"database", "admin_token", "engine_token", "production_key", "rollout_key"}),
         ("engine-home", {"engine_token"}),
         ("engine-away", {"engine_token", "store_token"}),  # it copies from the home store over HTTP

@@ -6,6 +6,7 @@ import json
 import re
 import struct
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,10 @@ def guide_blocks() -> list[str]:
 
 
 def test_the_guides_settings_load(tmp_path: Path) -> None:
+    for block in re.findall(r"```toml\n(.*?)```", GUIDE, re.S):
+        tree = tomllib.loads(block)
+        config = make_config(*(f"evals.{name}={value!r}" for name, value in tree.get("evals", {}).items()))
+        assert config.evals.every == tree.get("evals", {}).get("every", 0)
     printed = shell(guide_blocks()[0], tmp_path)
     assert "[[sinks]]" in printed and 'kind = "tensorboard"' in printed
 

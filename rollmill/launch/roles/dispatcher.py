@@ -113,10 +113,14 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: Task
     await asyncio.to_thread(kept.clear)
 
 
-async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version, first: int = 0) -> list[EvalResult]:
-    """Evaluate the version that the engines of a service are pinned to. `first`: the number of the first attempt."""
+async def evaluate(
+    service: RunDirectory, suite: EvalConfig, version: Version, first: int = 0, *, name: str = ""
+) -> list[EvalResult]:
+    """Evaluate the version that the engines of a service are pinned to. `first`: the number of the first attempt.
+    `name`: of the suite, if it is not that of the run."""
     own_line = version.line == service.config.line
     label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
+    label = f"{name}-{label}" if name else label
     async with open_context(service, version.line) as context:
         with phase(f"evaluate {version}"):
             return await evaluate_in(service, context, build_tasks(service.config), suite, label, version.number, first)
