@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.mbpp import Curve, curve, rl_figures, rollmill, run_in, seconds_to, sft_version, smoothed
 from benchmarks.output import at_least, finish
 from rollmill.config import load_config
-from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.environments.environment import build_tasks, open_environments
 from rollmill.environments.episode import Episode
 from rollmill.environments.harnesses.chat import files_of
 from rollmill.environments.harnesses.turns import start
@@ -45,8 +45,8 @@ class Grading:
         self._config, self.tasks = config, build_tasks(config)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._opened = open_environment(config)
-        self._environment = asyncio.run_coroutine_threadsafe(self._opened.__aenter__(), self._loop).result()
+        self._opened = open_environments(config)
+        self._environments = asyncio.run_coroutine_threadsafe(self._opened.__aenter__(), self._loop).result()
 
     def __call__(self, ids: list[str], answers: list[str]) -> list[float]:
         return asyncio.run_coroutine_threadsafe(self._grade(ids, answers), self._loop).result()
@@ -56,11 +56,12 @@ class Grading:
 
         async def one(id: str, answer: str) -> float:
             task = self.tasks.get(id)
+            environment = self._environments.of(task)
             files = {path: text.encode("utf-8", "replace") for path, text in files_of(answer, task).items()}
             handed_in = {path: files[path] for path in task.paths if path in files}
             async with slots:
-                episode = Episode(task, handed_in, self._environment.machines)
-                return (await grade_episode(self._environment.grader, episode)).value
+                episode = Episode(task, handed_in, environment.machines)
+                return (await grade_episode(environment.grader, episode)).value
 
         return list(await asyncio.gather(*map(one, ids, answers)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -39,6 +39,10 @@ class Config(BaseModel):
     def derive(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Fill in values that follow from others. Called before the tree is validated."""
         return tree
+
+    def left_out(self) -> Collection[str]:
+        """Settings that are not written down: beside the others they mean nothing."""
+        return ()
 
     @classmethod
     def choices(cls) -> list[type[Config]]:

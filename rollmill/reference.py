@@ -195,6 +195,8 @@ def _table(config: Config, path: str) -> Iterator[str]:
     fields = type(config).model_fields
     inner: list[str] = []
     for name, field in fields.items():
+        if name in config.left_out():
+            continue
         value, below = getattr(config, name), f"{path}.{_key(name)}".lstrip(".")
         if isinstance(value, Config):
             inner += [*_header(f"[{below}]", field), *_table(value, below)]

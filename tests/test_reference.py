@@ -171,8 +171,8 @@ FILES = (".py", ".gguf", ".safetensors", ".json", ".toml")
 
 
 def dotted(text: str) -> list[str]:
-    """Settings named in a text. A name without a sentence around it that begins with `model.` is a tensor's."""
-    found = [] if text.startswith("model.") and " " not in text else DOTTED.findall(text)
+    """Settings named in a text. Without a sentence around it, `model.…` is a tensor, and `module:name` is code."""
+    found = [] if (text.startswith("model.") or ":" in text) and " " not in text else DOTTED.findall(text)
     return [name for name in found if not name.endswith(FILES)]
 
 

@@ -12,16 +12,28 @@ from typing import Any, Protocol, cast
 from pydantic import create_model
 
 from rollmill.config import Config, load_config
-from rollmill.environments.environment import Sections, find_parts
+from rollmill.environments.environment import SeveralSections, each_environment, find_parts
 from rollmill.evals.suite import EvalConfig
 from rollmill.rollouts.config import RolloutConfig, check_reward_times
 from rollmill.runs.opening import open_run
 from rollmill.runs.run import RunConfig
 
-_USED = ("name", "seed", "modules", "tasks", "harness", "machine", "pool", "rewards", "rollouts", "evals")
+_USED = (
+    "name",
+    "seed",
+    "modules",
+    "tasks",
+    "harness",
+    "machine",
+    "pool",
+    "rewards",
+    "environments",
+    "rollouts",
+    "evals",
+)
 
 
-class Settings(Sections, Protocol):
+class Settings(SeveralSections, Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -47,5 +59,6 @@ def read_settings(path: Path) -> Settings:
         name: (field.annotation, field) for name, field in RunConfig.model_fields.items() if name in _USED
     }
     settings = cast("Settings", load_config(create_model("Environment", __base__=Environment, **fields), path))
-    check_reward_times(settings.rewards, settings.rollouts.grading_timeout_s)
+    for each in each_environment(settings):
+        check_reward_times(each.rewards, each.grading_timeout_s or settings.rollouts.grading_timeout_s)
     return settings

@@ -88,7 +88,7 @@ def _evaluate_endpoint(
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    from rollmill.environments.environment import build_tasks, open_environment
+    from rollmill.environments.environment import build_tasks, open_environments
     from rollmill.evals import evaluation as evals
     from rollmill.rollouts.agent_endpoint import EndpointProxy
 
@@ -103,9 +103,9 @@ def _evaluate_endpoint(
 
         async with EndpointProxy(endpoint) as proxy:
             await proxy.check()
-            async with open_environment(config) as environment:
+            async with open_environments(config) as environments:
                 return await evals.evaluate_endpoint(
-                    environment, build_tasks(config), suite, proxy, examination, config.rollouts, tell
+                    environments, build_tasks(config), suite, proxy, examination, config.rollouts, tell
                 )
 
     console = Console(stderr=True)

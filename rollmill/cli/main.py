@@ -90,7 +90,10 @@ COMMANDS = {
         "serving.cycle_commands:app",
         "Real-time RL: collect, distil, train, gate, canary, then promote, hold or roll back.",
     ),
-    "tasks": ("environments.task_commands:app", "Look at the tasks of a run, and check them on real machines."),
+    "tasks": (
+        "environments.task_commands:app",
+        "Look at the tasks of a run, check them on real machines, make more.",
+    ),
     "images": ("environments.image_commands:app", "Build, list, share and remove machine images."),
     "machines": (
         "environments.machine_commands:app",

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollmill.runs.stages import DURING
 from rollmill.telemetry import EventTail
 
 LINE_EVERY = 5.0  # seconds between plain lines
@@ -125,7 +126,7 @@ class State:
         self.heldout[str(event.get("source"))] = float(event.get("loss") or 0.0)
 
     def _on_eval_progress(self, event: dict[str, Any]) -> None:
-        if self.current is not None:
+        if self.current is not None and not str(event.get("label")).startswith(DURING):
             self.current.count(int(event.get("done", 0)), event.get("total"), event["at"])
 
     def _on_engine(self, event: dict[str, Any]) -> None:
@@ -315,10 +316,13 @@ def _phases(state: State, now: float, failed: bool) -> Table:
 def _result(state: State, phase: Phase) -> str:
     """The results of an evaluation phase."""
     words = []
-    for event in state.evals.get(phase.name, []):
+    found = state.evals.get(phase.name, [])
+    newest = [event for event in found if event.get("version") == found[-1].get("version")]
+    for event in newest:  # while it trains, a phase has several
         greedy = ", greedy" if event.get("mode") == "greedy" else ""
         place = SPLITS.get(str(event.get("split")), str(event.get("split")))
-        words.append(f"{place}{greedy} {100 * float(event.get('rate') or 0.0):.0f} %")
+        at = f" at version {event.get('version')}" if str(event.get("label")).startswith(DURING) else ""
+        words.append(f"{place}{greedy} {100 * float(event.get('rate') or 0.0):.0f} %{at}")
     return " · ".join(words)
 
 

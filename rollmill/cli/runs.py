@@ -83,6 +83,8 @@ def status(directory: Directory) -> None:
     table.add_row("state", state.word)
     table.add_row("stage", _progress(state))
     table.add_row("held-out solve rate", state.result or "not evaluated yet")
+    for name, result in state.environments.items():
+        table.add_row(f"  {name}", result)
     for name, by in state.processes.items():
         table.add_row(name, by)
     if decisions := read_decisions(run):
@@ -253,6 +255,7 @@ def _summary(path: Path) -> dict[str, Any]:
         "state": word,
         "progress": _progress(state),
         "result": state.result,
+        "environments": state.environments,
         "age_s": state.age_s,
     }
 

@@ -25,7 +25,7 @@ from rollmill.dashboard.figures import (
     trained_line,
 )
 from rollmill.dashboard.render import render
-from rollmill.dashboard.scales import duration, percent, power, size
+from rollmill.dashboard.scales import duration, number, percent, power, size
 from rollmill.dashboard.solving import solving
 from rollmill.dashboard.timeline import COLOURS, timeline
 from rollmill.weights.regions.arrivals import Arrivals
@@ -38,7 +38,7 @@ def chapters(run: RunEvents, summary: Mapping[str, Any]) -> dict[str, Markup]:
     """The figures of a run by chapter, empty where there is nothing to show yet."""
     return {
         "solving": solving(run),
-        "learning": learning(run),
+        "learning": learning(run, summary["environments"]),
         "asynchrony": asynchrony(run),
         "timelines": timelines(run),
         "numerics": numerics(run),
@@ -46,7 +46,7 @@ def chapters(run: RunEvents, summary: Mapping[str, Any]) -> dict[str, Markup]:
     }
 
 
-def learning(run: RunEvents) -> Markup:
+def learning(run: RunEvents, environments: Mapping[str, Mapping[str, Any]]) -> Markup:
     found = {name: find_eval(run, name) for name in ("before", "after")}
     rates = {name: rate_of(result).value for name, result in found.items() if result}
     references = {f"held out, {name}: {percent(rate, 1)}": rate for name, rate in rates.items()}
@@ -54,7 +54,17 @@ def learning(run: RunEvents) -> Markup:
     axes = Axes("step", "solved", percent, floor=0.0, references=references)
     solved = _by_step(run, {"solve_rate": ("", "steel")}, axes)
     entropy = _by_step(run, {"entropy": ("", "plum")}, Axes("step", "nats per token", floor=0.0))
-    return render("chapters", "learning", reward, solved, _losses(run), entropy)
+    return render(
+        "chapters", "learning", reward, solved, _losses(run), entropy, [*map(_environment, environments.items())]
+    )
+
+
+def _environment(named: tuple[str, Mapping[str, Any]]) -> list[str]:
+    """What the training rollouts of one environment came to; their means are of one attempt."""
+    name, own = named
+    means = [number(finite(own[key])) for key in ("reward", "turns", "tokens")]
+    shares = percent(own["share"]), number(own["graded"]), percent(finite(own["solve_rate"], 0.0), 1)
+    return [name, number(own["groups"]), *shares, *means, duration(finite(own["seconds"], 0.0))]
 
 
 def _losses(run: RunEvents) -> list[tuple[str, bool, Draw]]:

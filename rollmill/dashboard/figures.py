@@ -7,7 +7,8 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     solve_rate_before, _after  held-out tasks, sampled, mid-trained model and trained one; `*_interval` is [low, high]
     gain, gain_interval        after minus before: paired by task where the evaluation recorded outcomes by task
     evals                      one entry per label, split and mode: solved, attempts, rate, low, high, version, seconds;
-                               reward (mean), reward_low, reward_high; solved_once (in k attempts, share of tasks), k
+                               reward (mean), reward_low, reward_high; solved_once (in k attempts, share of tasks), k;
+                               stage; oldest, newest (version that sampled a token): while training, engines move on
     gains                      one entry per split and mode that has both before and after: gain, low, high
     phases                     seconds by phase
     training                   steps, version, groups, trajectories, tokens, trained_tokens, masked_stale, seconds,
@@ -16,6 +17,8 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     midtraining                of mid-training and SFT: steps, tokens, loss_first, loss_last
     heldout_losses             one entry per stage and source: first, last loss on documents that are never trained on
     rollouts                   total, graded, failed, by split; turns, tool_calls, bad_tool_calls, seconds (means)
+    environments               of a run with several, by name, of its training rollouts: groups, share (of all groups),
+                               total, graded, solve_rate, reward, turns, tokens, seconds (means of graded ones)
     staleness                  mean, max, counts (trained tokens by versions behind)
     mismatch                   k1, k3, p99, max of the trainer's log-probs against the engine's on the same weights:
                                mean and worst step; tokens measured, left_out (those that could not be, by reason);
@@ -53,7 +56,7 @@ Outcomes = tuple[tuple[str, tuple[bool, ...]], ...]  # by task: whether each att
 FORMAT = 2
 _OF_EVAL = (
     *("label", "split", "mode", "solved", "attempts", "version", "seconds"),
-    *("reward", "reward_low", "reward_high", "k", "solved_once"),
+    *("reward", "reward_low", "reward_high", "k", "solved_once", "stage", "oldest", "newest"),
 )
 
 
@@ -205,6 +208,7 @@ def figures(run: RunEvents, *, name: str, seed: int | None) -> dict[str, Any]:
         "midtraining": _midtraining(run.midtrain),
         "heldout_losses": _heldout(run.heldout),
         "rollouts": _rollouts(run.rollouts),
+        "environments": _environments(run.rollouts),
         "staleness": _staleness(run.steps),
         "mismatch": _mismatch(run.steps),
         "drift": _drift(run.steps),
@@ -317,6 +321,22 @@ def _rollouts(rollouts: Sequence[Event]) -> dict[str, Any]:
         "by_split": dict(Counter(str(rollout.get("split")) for rollout in rollouts)),
         **{key: mean(column(rollouts, key)) for key in averaged},
     }
+
+
+def _environments(rollouts: Sequence[Event]) -> dict[str, dict[str, Any]]:
+    played = [rollout for rollout in rollouts if rollout.get("environment") and rollout.get("split") == "train"]
+    all_groups = len({rollout.get("group") for rollout in played})
+    found = {}
+    for name, own in sorted(by_field(played, "environment").items()):
+        groups, graded = (
+            len({rollout.get("group") for rollout in own}),
+            [one for one in own if one["state"] == "graded"],
+        )
+        solved = mean([float(bool(one.get("solved"))) for one in graded])
+        means = {key: mean(column(graded, key)) for key in ("reward", "turns", "tokens", "seconds")}
+        counts = {"groups": groups, "share": groups / all_groups, "total": len(own), "graded": len(graded)}
+        found[name] = {**counts, "solve_rate": solved, **means}
+    return found
 
 
 def staleness_counts(step: Event) -> dict[int, float]:

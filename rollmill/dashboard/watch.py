@@ -15,7 +15,10 @@ from rollmill.telemetry import EventTail
 # A run of days writes these without end; of each, the newest are kept. All other kinds are rare.
 MOST = {"busy": 20_000, "engine": 20_000, "rollout": 200_000, "eval_progress": 1000, "closed": 20_000, "arrive": 20_000}
 _OF_ROLLOUT = ("at", "process", "kind", "trajectory", "split", "state", "turns", "tool_calls", "bad_tool_calls")
-_KEPT = {"rollout": frozenset((*_OF_ROLLOUT, "tokens", "seconds"))}  # the fields that figures are made of
+_OF_ENVIRONMENT = ("environment", "group", "reward", "solved")
+_KEPT = {
+    "rollout": frozenset((*_OF_ROLLOUT, *_OF_ENVIRONMENT, "tokens", "seconds"))
+}  # the fields that figures are made of
 _OF_SERVICES = ("apply", "engine", "restart", *LOANS)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rollmill.demo.simulated_users import PopulationFile, Visit, visit
-from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.environments.environment import build_tasks, open_environments
 from rollmill.errors import RollmillError
 from rollmill.launch.launchers.local import COMMAND, LocalLauncher
 from rollmill.launch.parent_death import SUPERVISOR
@@ -86,8 +86,8 @@ class Production:
             tasks = list(itertools.islice(build_tasks(self.run.config).train(seed), count))
             url, key = self.service.url("gateway"), self.service.secrets["production_key"]
             limits = self.run.config.rollouts
-            async with open_environment(self.run.config) as environment:
-                return await visit(environment, url, key, tasks, population, limits, seed=seed, silent=silent)
+            async with open_environments(self.run.config) as environments:
+                return await visit(environments, url, key, tasks, population, limits, seed=seed, silent=silent)
 
         return asyncio.run(while_watching(self.cluster, users(), lambda: None))
 

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from rollmill.config import Config, load_config
-from rollmill.environments.environment import Environment
+from rollmill.environments.environment import Environments
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
 from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy, play
@@ -80,7 +80,7 @@ def load_population(name: str) -> PopulationFile:
 
 
 async def visit(
-    environment: Environment,
+    environments: Environments,
     url: str,
     key: str,
     tasks: Sequence[Task],
@@ -98,7 +98,7 @@ async def visit(
         random = np.random.default_rng([seed, number])
         async with slots:
             session = f"user-{secrets.token_hex(6)}"
-            work = await _work(environment, Endpoint(f"{url}/s/{session}/v1", key), task, random, limits)
+            work = await _work(environments, Endpoint(f"{url}/s/{session}/v1", key), task, random, limits)
         if work is None:
             return None
         seen, answer = work
@@ -130,12 +130,12 @@ def _accepts(weights: dict[Sign, float], seen: dict[Sign, float]) -> bool:
 
 
 async def _work(
-    environment: Environment, endpoint: Endpoint, task: Task, random: np.random.Generator, limits: RolloutConfig
+    environments: Environments, endpoint: Endpoint, task: Task, random: np.random.Generator, limits: RolloutConfig
 ) -> tuple[dict[Sign, float], str | None] | None:
     """What a user sees of the work on a task, and the name of its last answer; None if the infrastructure failed."""
     sampling = Sampling(temperature=1.0, max_tokens=limits.max_answer_tokens, seed=int(random.integers(1 << 62)))
     async with EndpointProxy(endpoint) as proxy:  # the user's product: it has the transcript
-        played = await play(environment, proxy, task, sampling, limits)
+        played = await play(environments, proxy, task, sampling, limits)
     result = played.episode.result
     if played.reward is None or result is None:
         log.warning("a simulated user was lost: %s", played.reason)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from rollmill.config import Config
+from rollmill.config import NAME, Config
 from rollmill.environments.harness import Harness
 from rollmill.environments.reward import Reward
 from rollmill.environments.sampler import Sampler
 from rollmill.environments.task import TaskSet
 from rollmill.kinds import KindSection, Slot, search_also
+from rollmill.machines.machine import MachineSection
+from rollmill.machines.pool import PoolConfig
 
 
 class TasksSection(KindSection):
@@ -98,3 +100,56 @@ class SamplerSection(KindSection):
         "rollmill.samplers",
         default="uniform",
     )
+
+
+class EnvironmentSection(Config):
+    """One environment of several. Agents never see its name."""
+
+    name: str = Field(
+        pattern=NAME,
+        description="The environment's name: its task `ID` is called `NAME/ID` in this run, and results are shown by "
+        "it.",
+    )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="How often a group gets a task of this environment: its weight divided by the sum of all weights.",
+    )
+    timeout_s: float | None = Field(
+        None, gt=0, description="Seconds of its own that an episode may take. Not set: `rollouts.timeout_s`."
+    )
+    grading_timeout_s: float | None = Field(
+        None, gt=0, description="Seconds that grading may take. Not set: `rollouts.grading_timeout_s`."
+    )
+    max_answer_tokens: int | None = Field(
+        None, ge=1, description="Most tokens of one answer of the model. Not set: `rollouts.max_answer_tokens`."
+    )
+    tasks: TasksSection = Field(description="Where its tasks come from.")
+    harness: HarnessSection = Field(
+        default={}, validate_default=True, description="The agent that works on its tasks: its loop and its tools."
+    )
+    machine: MachineSection = Field(
+        default={}, validate_default=True, description="The machine that each of its rollouts gets, and its limits."
+    )
+    pool: PoolConfig = Field(
+        PoolConfig(),
+        description="How many of its machines there may be. Environments whose [machine] and [pool] are equal share "
+        "one pool.",
+    )
+    rewards: tuple[RewardSection, ...] = Field(
+        default=({"kind": "calls"},),
+        validate_default=True,
+        min_length=1,
+        description="What an episode is worth, as the run's [[rewards]].",
+    )
+
+
+def _have_names_of_their_own(given: tuple[EnvironmentSection, ...]) -> tuple[EnvironmentSection, ...]:
+    names = [each.name for each in given]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two environments are called {twice!r}: give each its own `name`")
+    return given
+
+
+EnvironmentSections = Annotated[tuple[EnvironmentSection, ...], AfterValidator(_have_names_of_their_own)]

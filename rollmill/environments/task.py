@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,6 +57,7 @@ class Task:
     tags: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None  # seconds of an episode; None: as the run says
     executable: Sequence[str] = ()  # paths of `files` that may be run as programs
+    environment: str = ""  # the environment that plays and grades it, where a run has several
     links: Mapping[str, str] = field(default_factory=dict)  # symbolic links in the work directory: path → target
     needs: Needs | None = None
 
@@ -119,4 +120,8 @@ class TaskSet(ABC):
 
     def train_ids(self) -> list[str] | None:
         """The ids of the training tasks; None: they are endless. Samplers that choose by results need them."""
+        return None
+
+    def listed(self) -> Iterable[Task] | None:
+        """All tasks of all splits; None: they are endless."""
         return None

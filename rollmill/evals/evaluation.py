@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from rollmill import telemetry
-from rollmill.environments.environment import Environment
+from rollmill.environments.environment import Environments
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
+from rollmill.evals.kept import Kept
 from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
 from rollmill.rollouts.agent_endpoint import EndpointProxy, play
 from rollmill.rollouts.config import RolloutConfig
-from rollmill.rollouts.rollout import Outcome, Rollout, as_id, rollout_seed
+from rollmill.rollouts.rollout import Outcome, Rollout, as_id, provenance_of, rollout_seed
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Sampling
 
@@ -37,6 +39,7 @@ class Conduct:
     lost: bool = False
     engine_seconds: float = 0.0  # its share of the seconds that engines computed; 0.0 of all attempts: not known
     reward: float | None = None  # None: 1 if it is solved, else 0
+    versions: tuple[int, int] | None = None  # the oldest and the newest that sampled it
 
     @property
     def earned(self) -> float:
@@ -49,7 +52,7 @@ class Conduct:
             return cls(False, 0, 0.0, 0, 0, False, lost=True)
         calls, malformed = (result.tool_calls, result.bad_tool_calls) if result else (0, 0)
         told = (outcome.tokens, outcome.seconds, calls, malformed, outcome.asked)
-        return cls(outcome.solved, *told, reward=outcome.reward.value)
+        return cls(outcome.solved, *told, reward=outcome.reward.value, versions=outcome.versions)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,9 @@ class EvalResult:
     example_unsolved: str | None = None
     conduct: dict[str, list[Conduct]] = field(default_factory=dict)  # task id → how its attempts went, lost ones too
     families: dict[str, str] = field(default_factory=dict)  # task id → its family, of those that have one
+    environments: dict[str, str] = field(default_factory=dict)  # task id → its environment, where a run has several
+    oldest: int | None = None  # the oldest and the newest version that sampled a token
+    newest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,15 @@ async def run_eval(
     on_progress: OnProgress | None = None,
     *,
     alone: bool = False,
+    kept: Kept | None = None,
 ) -> list[EvalResult]:
-    """Evaluate every cell of the suite on the version that the engines serve.
+    """Evaluate every cell of the suite on the version that the engines serve. Attempts that `kept` has are not made
+    again.
 
     `alone` says that no other process runs this evaluation: attempts that are still open are then interrupted ones.
     Otherwise only those are that have been open for twice the time limit.
     """
-    still_running_s = 0.0 if alone else 2 * context.timeout_s
+    still_running_s = 0.0 if alone else 2 * context.longest_s
     await asyncio.to_thread(context.trajectories.fail_interrupted, examination.index_run, still_running_s)
     await context.gateway.wait_until_serving(examination.version, context.line)
     # an evaluation that is run again, after a crash for example, makes new trajectories
@@ -161,7 +169,8 @@ async def run_eval(
 
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
         group = f"{as_id(f'{prefix}-{cell.split}-{cell.mode}')}-{index:04d}"
-        return await _attempt(context, task, cell, examination, group, number)
+        made = functools.partial(_attempt, context, task, cell, examination, group, number)
+        return await made() if kept is None else await kept.get(f"{cell.split}-{cell.mode}", task, number, made)
 
     return await run_cells(tasks, config, examination, attempt, on_progress)
 
@@ -183,8 +192,7 @@ async def run_cells(
     for cell, suite in cells:
         started = time.time()
         outcomes = await _attempt_cell(cell, suite, attempt, config.concurrency, counter)
-        families = {task.id: task.family for task in suite if task.family}
-        result = _summarise(outcomes, cell, examination, time.time() - started, families)
+        result = _summarise(outcomes, cell, examination, time.time() - started, suite)
         telemetry.emit("eval", **asdict(result))
         results.append(result)
     return results
@@ -218,8 +226,7 @@ async def _attempt(
 ) -> Outcome:
     """One attempt. Its trajectory row is created here, when it runs: an interrupted evaluation leaves few behind."""
     run, id = examination.index_run, f"{group}-{number}"
-    provenance = {"family": task.family, "split": task.split, "image": task.image, "task_digest": task.digest}
-    provenance |= {"mode": cell.mode}
+    provenance = {**provenance_of(task), "mode": cell.mode}
     await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
     sampling = sampling_of(task, cell, number, examination)
     facts = {"run": run, "group_id": group, "provenance": provenance}
@@ -227,7 +234,7 @@ async def _attempt(
 
 
 async def evaluate_endpoint(
-    environment: Environment,
+    environments: Environments,
     tasks: TaskSet,
     config: EvalConfig,
     proxy: EndpointProxy,
@@ -238,7 +245,7 @@ async def evaluate_endpoint(
     """Evaluate any OpenAI-compatible endpoint on the tasks of a run, with the same statistics."""
 
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
-        played = await play(environment, proxy, task, sampling_of(task, cell, number, examination), limits)
+        played = await play(environments, proxy, task, sampling_of(task, cell, number, examination), limits)
         episode = played.episode
         return Outcome(
             f"{task.id} #{number}",
@@ -266,7 +273,7 @@ def _summarise(
     cell: Cell,
     examination: Examination,
     seconds: float,
-    families: Mapping[str, str],
+    suite: Sequence[Task],
 ) -> EvalResult:
     """The figures of one cell. Failed attempts are left out of them; with too many of them they would mislead."""
     graded = {task: [outcome for outcome in outcomes if outcome.reward] for task, outcomes in by_task.items()}
@@ -283,6 +290,7 @@ def _summarise(
     rate, reward = clustered_interval(list(solved.values())), clustered_interval(rewards)
     whole = [pass_at(cell.attempts, outcomes) for outcomes in solved.values() if len(outcomes) >= cell.attempts]
     flat = [outcome for outcomes in graded.values() for outcome in outcomes]
+    versions = [version for outcome in flat if outcome.versions for version in outcome.versions]
     return EvalResult(
         label=examination.label,
         split=cell.split,
@@ -304,5 +312,8 @@ def _summarise(
         example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
         example_unsolved=next((outcome.trajectory for outcome in flat if not outcome.solved), None),
         conduct={task: [Conduct.of(outcome) for outcome in outcomes] for task, outcomes in by_task.items()},
-        families=dict(families),
+        families={task.id: task.family for task in suite if task.family},
+        environments={task.id: task.environment for task in suite if task.environment},
+        oldest=min(versions, default=None),
+        newest=max(versions, default=None),
     )

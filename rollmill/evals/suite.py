@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -52,6 +52,28 @@ class EvalConfig(Config):
     concurrency: int = Field(
         128, ge=1, description="Most attempts in progress at once. More keep the engines busier and take more memory."
     )
+    every: int = Field(
+        0,
+        ge=0,
+        description="Each Nth version of an RL stage is also evaluated while training goes on, sampled: a curve over "
+        "versions. 0: only before and after.",
+    )
+    engines: Literal["run", "own"] = Field(
+        "run",
+        description="Who answers the evaluations of `every`. `run`: the engines of the run. They move on during an "
+        "evaluation, so each attempt records the oldest and the newest version that sampled it. `own`: one more engine "
+        "that is started for each evaluation and serves exactly that version; it needs memory beside the others.",
+    )
+    every_concurrency: int = Field(
+        8,
+        ge=1,
+        description="Most attempts of an evaluation of `every` in progress at once. Few leave the engines to rollouts.",
+    )
+
+    def while_training(self) -> Self:
+        """What `every` measures: less, so that it is done when the next version is due."""
+        less = {"greedy": False, "fresh_tasks": 0, "family_tasks": 0, "concurrency": self.every_concurrency}
+        return self.model_copy(update=less)
 
     def cells(self, tasks: TaskSet) -> list[Cell]:
         cells = [Cell("heldout", "sampled", self.tasks, self.attempts, self.temperature)]

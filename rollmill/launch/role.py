@@ -30,7 +30,7 @@ from rollmill.tls import trust
 
 FINAL_ERRORS = (ConfigError, HarnessError, TaskError, TrainingError)
 TRAINING = ("trainer",)  # roles that may have several ranks
-ROLES = ("trainer", "store", "engine", "gateway", "dispatcher")
+ROLES = ("trainer", "store", "engine", "gateway", "dispatcher", "evaluator")
 
 
 def main(role: str, open_run: Callable[[], RunDirectory], *arguments: str) -> int:

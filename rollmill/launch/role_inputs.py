@@ -16,6 +16,7 @@ from rollmill.runs.run import SECRETS, RunConfig, RunDirectory
 USES = {
     "trainer": {"database"},
     "dispatcher": {"database", "rollout_key"},
+    "evaluator": {"database", "rollout_key"},
     "gateway": {"database", "admin_token", "engine_token", "production_key", "rollout_key"},
     "engine": {"engine_token"},
     "mirroring engine": {"engine_token", "store_token"},

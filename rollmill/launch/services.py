@@ -13,7 +13,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -75,11 +75,7 @@ def serving(
         telemetry.open_events(service.events, "supervisor")
         cluster = LocalLauncher(service)
         try:
-            for role in run.config.gateways:
-                cluster.start(role, service=True)
-            for spec in run.config.engine_specs:
-                arguments = (target.kind, target.name, _form_of(run, target, spec))
-                cluster.start(spec.role, *arguments, threads=run.config.engine.threads, service=True)
+            _start(cluster, run, target, run.config.engine_specs)
             if canary:
                 role = f"engine-{run.config.regions[0]}{CANARY}"
                 arguments = ("channel", CANDIDATE, _form_of(run, target, run.config.engine_specs[0]))
@@ -88,6 +84,26 @@ def serving(
                 yield service, cluster
         finally:
             cluster.stop()
+
+
+@contextlib.contextmanager
+def one_engine(run: RunDirectory, target: Target) -> Iterator[tuple[RunDirectory, LocalLauncher]]:
+    """As `serving`, with one engine for evaluations, as a part of the process that drives the run."""
+    with held_port("127.0.0.1", None) as port, _claim(run, "eval", "127.0.0.1", port, canary=False) as service:
+        cluster = LocalLauncher(service)
+        try:
+            _start(cluster, run, target, run.config.engine_specs[:1])
+            yield service, cluster
+        finally:
+            cluster.stop()
+
+
+def _start(cluster: LocalLauncher, run: RunDirectory, target: Target, engines: Sequence[EngineSpec]) -> None:
+    for role in run.config.gateways:
+        cluster.start(role, service=True)
+    for spec in engines:
+        arguments = (target.kind, target.name, _form_of(run, target, spec))
+        cluster.start(spec.role, *arguments, threads=run.config.engine.threads, service=True)
 
 
 def _form_of(run: RunDirectory, target: Target, engine: EngineSpec) -> str:

@@ -2,7 +2,8 @@
 
 learns from documents   trainer, until its last step is published; then its evaluation, if it has one
 learns from rollouts    trainer, engines on the stage's line, gateway and dispatcher: the evaluation before, groups of
-                        rollouts until the last step is committed, the evaluation after
+                        rollouts until the last step is committed, the evaluation after; meanwhile an evaluator for each
+                        version that `evals.every` names
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rollmill import telemetry
 from rollmill.errors import RollmillError
 from rollmill.kinds import build
 from rollmill.launch.autoscaler import Balance
+from rollmill.launch.evaluations import Evaluations
 from rollmill.launch.launcher import FINAL, Cluster, Launcher
 from rollmill.launch.launchers.local import LocalLauncher, terminable
 from rollmill.launch.launchers.node_process import SEND_S
@@ -33,7 +35,7 @@ from rollmill.runs.prepare import need_tokenizer
 from rollmill.runs.run import RunDirectory, phase
 from rollmill.runs.shared.beacon import Beacon
 from rollmill.runs.shared.outbox import bring
-from rollmill.runs.stages import IMPORT, is_trained, left_to_evaluate
+from rollmill.runs.stages import DURING, IMPORT, attempts_begun, is_trained, left_to_evaluate, recorded
 from rollmill.training.stage import RolloutSettings, StageSection
 
 TICK_S = 0.2
@@ -64,7 +66,8 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None, *, last: str = "") 
             for stage in run.config.stages:
                 trained = is_trained(run, stage)
                 need_tokenizer(run)
-                if not trained or left_to_evaluate(run, stage):
+                begun = {label for label in attempts_begun(run) if label.startswith(f"{DURING}{stage.name}-")}
+                if not trained or left_to_evaluate(run, stage) or begun - recorded(run):
                     _drive_stage(run, stage, trained, launcher, tick)
                     launcher.stop_roles()  # the next stage has engines on another line
                 if stage.name == last:
@@ -86,18 +89,31 @@ def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, launcher
             _start_trainer(launcher, stage)
             _until_ended(launcher, "trainer", on_tick)
     if plays or left_to_evaluate(run, stage):
-        engines = _start_serving(launcher, run, stage)
+        _play(run, stage, launcher, on_tick, trains=plays and not trained)
+
+
+def _play(run: RunDirectory, stage: StageSection, launcher: Launcher, on_tick: OnTick, *, trains: bool) -> None:
+    """Until the dispatcher has played and evaluated the stage, and no evaluation of `evals.every` is in progress."""
+    engines = _start_serving(launcher, run, stage)
+    if trains:
+        _start_trainer(launcher, stage)
+    for role in run.config.dispatchers:
+        launcher.start(role, stage.name)
+    with (
+        Balance(run, stage) if trains else contextlib.nullcontext(),
+        Evaluations(run, launcher, stage) as evaluations,
+    ):
 
         def tick() -> None:
             engines.adjust()
+            evaluations.adjust()
             on_tick()
 
-        if plays and not trained:
-            _start_trainer(launcher, stage)
-        for role in run.config.dispatchers:
-            launcher.start(role, stage.name)
-        with Balance(run, stage) if plays and not trained else contextlib.nullcontext():
-            _until_ended(launcher, "dispatcher", tick)
+        _until_ended(launcher, "dispatcher", tick)
+        while evaluations.adjust(ending=True):
+            launcher.watch()
+            on_tick()
+            time.sleep(TICK_S)
 
 
 def follow(run: RunDirectory) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rollmill import telemetry
-from rollmill.environments.environment import build_tasks
+from rollmill.environments.environment import build_tasks, each_environment
 from rollmill.errors import WeightsError
 from rollmill.evals.evaluation import Conduct, EvalResult
 from rollmill.evals.gate import BY_ESTIMATE, GateConfig, GateVerdict, judge, surely_better
@@ -270,9 +270,10 @@ def suite_digest(run: RunDirectory, suite: EvalConfig) -> str:
         [cell.split, cell.attempts, *(task.digest for task in tasks.heldout(cell.split, cell.tasks))]
         for cell in suite.cells(tasks)
     ]
-    parts = [suite, config.rollouts, config.harness, config.machine, config.tasks, *config.rewards]
-    settings = [part.model_dump(mode="json") if part is not None else None for part in parts]
-    code = [code_of(section) for section in (config.harness, config.machine, *config.rewards) if section is not None]
+    own = each_environment(config)
+    parts = [suite, config.rollouts, *own]
+    settings = [part.model_dump(mode="json") for part in parts]
+    code = [code_of(section) for each in own for section in (each.harness, each.machine, *each.rewards)]
     text = json.dumps([config.seed, *config.forms, contents, settings, code])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

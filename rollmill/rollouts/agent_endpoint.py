@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rollmill.environments.environment import Environment
+from rollmill.environments.environment import Environment, Environments
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.model import error_message, url_hint
@@ -240,9 +240,12 @@ def _record(transcript: Transcript, messages: list[dict[str, Any]], answer: Any)
 
 
 async def play(
-    environment: Environment, proxy: EndpointProxy, task: Task, sampling: Sampling, limits: RolloutConfig
+    environments: Environments, proxy: EndpointProxy, task: Task, sampling: Sampling, limits: RolloutConfig
 ) -> Played:
     """Play and grade one episode. Whatever fails becomes its reason."""
+    environment = environments.of(task)
+    own = environment.settings
+    sampling = replace(sampling, max_tokens=own.max_answer_tokens or sampling.max_tokens)
     url, transcript = proxy.open()
     episode = Episode(task, {}, environment.machines)
     started = time.monotonic()
@@ -250,13 +253,15 @@ async def play(
     try:
         machine = await create_machine(environment.machines, task)
         try:
-            result = await _run_harness(environment, task, machine, url, transcript, sampling, limits.timeout_s)
+            result = await _run_harness(
+                environment, task, machine, url, transcript, sampling, own.timeout_s or limits.timeout_s
+            )
             handed_in = await take_hand_in(machine, task, environment.machines, result, keep_state=wanted)
         finally:
             await machine.close()
         episode = _with_transcript(handed_in.episode(task, environment.machines), transcript, started)
         slower = machine.capabilities.slowdown
-        async with asyncio.timeout(max(limits.grading_timeout_s, own_limit(task)) * slower):
+        async with asyncio.timeout(max(own.grading_timeout_s or limits.grading_timeout_s, own_limit(task)) * slower):
             reward = await grade_episode(environment.grader, episode)
             return Played(episode, reward, answer=transcript.answer)
     except Exception as error:  # harness and rewards may be code of the user

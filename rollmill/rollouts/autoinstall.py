@@ -32,9 +32,8 @@ from rollmill.errors import TaskError
 from rollmill.kinds import build
 from rollmill.machines.finish_image import other_name, verify
 from rollmill.machines.images import image as images
-from rollmill.machines.images import layers
-from rollmill.machines.images.build import build_image, remove_image
-from rollmill.machines.images.image import ImageRecord, LayerRecord
+from rollmill.machines.images.build import build_image, keep_work, remove_image
+from rollmill.machines.images.image import ImageRecord
 from rollmill.machines.machine import ExecResult, Machine, MachineHost, MachineSection, MachineWrapper
 from rollmill.machines.oci.tar import ArchiveError, Tar, safe_path, write_entry
 from rollmill.rollouts.agent_endpoint import Endpoint, EndpointProxy
@@ -221,8 +220,6 @@ def _added_hooks(before: set[PurePosixPath], after: set[PurePosixPath]) -> list[
 def _keep(name: str, recipe: Recipe, packed: bytes, transcripts: list[list[dict[str, Any]]]) -> ImageRecord:
     """One layer with the whole work directory replaces those of the base."""
     root = images.images_directory()
-    base = images.find_record(recipe.base)
-    kept = [layer for layer in base.layers if layer.place == "packages"] if base is not None else []
     with tempfile.TemporaryDirectory(prefix=".building-", dir=root) as temporary:
         target = Path(temporary, "work")
         target.mkdir()
@@ -233,14 +230,7 @@ def _keep(name: str, recipe: Recipe, packed: bytes, transcripts: list[list[dict[
                     write_entry(target, path, entry.mode, tar)
         except (ArchiveError, OSError) as error:
             raise TaskError(f"the work directory of the machine cannot be unpacked: {error}") from None
-        layer = layers.keep(target, root)
-    parts = [*kept, LayerRecord(place="work", digest=layer.digest, bytes=layer.bytes)]
-    facts = base.model_dump(include={"python", "requirements", "commit"}) if base is not None else {}
-    size = sum(part.bytes for part in parts)
-    record = ImageRecord(
-        digest=images.digest_of(parts), layers=parts, bytes=size, verified=list(recipe.verify), **facts
-    )
-    images.keep_record(name, record)
+        record = keep_work(name, recipe.base, target, recipe.verify)
     place = root / "objects" / record.digest
     (place / "recipe.json").write_text(recipe.model_dump_json(indent=1))
     (place / "transcript.json").write_text(json.dumps(transcripts, indent=1))

@@ -40,6 +40,7 @@ from rollmill.rollouts.rollout import (
     abandon,
     as_id,
     give_up,
+    provenance_of,
     reason_of,
     rollout_seed,
     seal_again,
@@ -164,7 +165,7 @@ class Dispatcher:
             id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
             chosen[id] = task
             ids = [f"{id}-{member}" for member in range(self._pace.group_size)]
-            return NewGroup(id, task.id, ids, _provenance(task))
+            return NewGroup(id, task.id, ids, provenance_of(task))
 
         holder = self._claims.name if self._claims else None
         await asyncio.to_thread(self._choices.read, committed)
@@ -175,7 +176,7 @@ class Dispatcher:
             return False
         group, version = started
         task = chosen[group.id]
-        self._context.machines.expect(task.image, len(group.ids))  # the next group will need as many
+        self._context.of(task).machines.expect(task.image, len(group.ids))  # the next group will need as many
         groups.create_task(self._run_group(group.id, task, group.ids, version))
         return True
 
@@ -209,7 +210,7 @@ class Dispatcher:
             max_tokens=self._config.max_answer_tokens,
             seed=rollout_seed(self._seed, index, member),
         )
-        facts = {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}
+        facts = {"run": self._run, "group_id": group_id, "provenance": provenance_of(task)}
         return Rollout(self._context, task, trajectory, sampling=sampling, min_version=min_version, facts=facts)
 
     async def _replace(self, group_id: str, task: Task, trajectory: str, reason: str) -> bool:
@@ -279,7 +280,7 @@ class Dispatcher:
             await checkpoint.forget(self._context, row.id)
         if row.state == TrajectoryState.running:
             handed_in = await seal_again(self._context, row.id)
-            if handed_in is None and await self._can_go_on(row.id):
+            if handed_in is None and await self._can_go_on(task, row.id):
                 telemetry.emit("resumed", trajectory=row.id, task=task.id, reason="the dispatcher was restarted")
                 return await self._run_one(group.id, task, row.id, group.min_version)
             why = "the dispatcher was restarted in the middle of this rollout"
@@ -288,12 +289,12 @@ class Dispatcher:
         if handed_in is not None:
             self._count_failure(await self._rollout(group.id, task, row.id, group.min_version).regrade(handed_in))
 
-    async def _can_go_on(self, trajectory: str) -> bool:
+    async def _can_go_on(self, task: Task, trajectory: str) -> bool:
         """Whether an interrupted trajectory has a checkpoint and has handed in nothing. What it handed in may be sealed
         at any moment by a gateway that does not answer, so it is neither deleted nor replaced."""
         if await asyncio.to_thread(self._context.objects.head, hand_in_key(trajectory)) is not None:
             return False
-        return await checkpoint.find(self._context, trajectory) is not None
+        return await checkpoint.find(self._context.of(task), trajectory) is not None
 
     def _in_progress(self) -> int:
         return self._playing.inside + self._grading.inside
@@ -338,7 +339,3 @@ def _parts(group_id: str, trajectory: str) -> tuple[int, int, int]:
     """(group index, member, attempt) of the ids `RUN-INDEX` and `RUN-INDEX-MEMBER[_ATTEMPT]`."""
     member, _, attempt = trajectory.removeprefix(f"{group_id}-").partition("_")
     return int(group_id.rpartition("-")[2]), int(member), int(attempt or 0)
-
-
-def _provenance(task: Task) -> dict[str, str]:
-    return {"family": task.family, "split": task.split, "image": task.image, "task_digest": task.digest}

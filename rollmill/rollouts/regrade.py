@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 
 import sqlalchemy as sa
 
-from rollmill.environments.reward import Reward
+from rollmill.environments.environment import Environments
 from rollmill.environments.task import TaskSet
 from rollmill.errors import TrajectoryError
-from rollmill.machines.machine import MachineHost
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import Stalls, grade_patiently
 from rollmill.rollouts.hand_in import graded_episode, load_hand_in
@@ -48,8 +47,7 @@ class Regrading:
     trajectories: TrajectoryStore
     objects: Objects
     tasks: TaskSet
-    machines: MachineHost
-    grader: Reward
+    environments: Environments
     limits: RolloutConfig
     grading: int | None = None  # the number to record rewards with; None: record nothing
     concurrency: int = 4  # groups at once
@@ -92,9 +90,12 @@ class Regrading:
             )
         handed_in = await asyncio.to_thread(load_hand_in, self.objects, row.submission_key)
         trajectory = await asyncio.to_thread(self.trajectories.load, row.id)
-        episode = graded_episode(handed_in, task, self.machines, trajectory)
-        seconds, attempts = self.limits.grading_timeout_s, self.limits.attempts
-        reward = await grade_patiently(self.grader, episode, row.id, self.stalls, timeout_s=seconds, attempts=attempts)
+        chosen = self.environments.of(task)
+        episode = graded_episode(handed_in, task, chosen.grading_machines, trajectory)
+        seconds = chosen.settings.grading_timeout_s or self.limits.grading_timeout_s
+        reward = await grade_patiently(
+            chosen.grader, episode, row.id, self.stalls, timeout_s=seconds, attempts=self.limits.attempts
+        )
         if played == task.digest:
             return reward
         return replace(reward, evidence={**reward.evidence, "task_changed": {"played": played, "graded": task.digest}})

@@ -25,7 +25,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill import telemetry
@@ -82,6 +82,7 @@ class Outcome:
     asked: bool = False  # it ended with a question instead of work
     lost: bool = False  # the infrastructure failed before anything was handed in: a fresh attempt may succeed
     moved: bool = False  # lost because its gateway was: not a fault of this host
+    versions: tuple[int, int] | None = None  # the oldest and the newest that sampled it; None: nothing was sampled
 
     @property
     def solved(self) -> bool:
@@ -110,6 +111,11 @@ def rollout_seed(run_seed: int, of: int | str, member: int) -> int:
     return int.from_bytes(digest) >> 2  # 62 bits: adding the number of a turn stays within the 63 bits of a request
 
 
+def provenance_of(task: Task) -> dict[str, str]:
+    facts = {"family": task.family, "split": task.split, "image": task.image, "task_digest": task.digest}
+    return {**facts, "environment": task.environment} if task.environment else facts
+
+
 class Rollout:
     """One attempt at a task. The row of its trajectory must exist; its state is final after `run` or `regrade`."""
 
@@ -124,8 +130,9 @@ class Rollout:
         facts: dict[str, Any],
     ) -> None:
         """`min_version`: no older engine answers. `facts`: run, group_id and provenance, for the gateway."""
-        self._context, self._task, self._trajectory = context, task, trajectory
-        self._sampling, self._min_version, self._facts = sampling, min_version, facts
+        self._context, self._task, self._trajectory = context.of(task), task, trajectory
+        self._min_version, self._facts = min_version, facts
+        self._sampling = replace(sampling, max_tokens=self._context.max_answer_tokens or sampling.max_tokens)
 
     async def run(self) -> Outcome:
         """Play the episode and grade it."""
@@ -178,8 +185,17 @@ class Rollout:
             timeout_s=context.grading_timeout_s,
             attempts=context.attempts,
         )
-        tokens, asked = seal_facts(record)["tokens"], transcript.asks(episode)
-        return Outcome(self._trajectory, reward, episode.result, tokens, seconds=episode.seconds, asked=asked)
+        facts = seal_facts(record)
+        oldest, newest = facts["oldest_version"], facts["newest_version"]
+        return Outcome(
+            self._trajectory,
+            reward,
+            episode.result,
+            facts["tokens"],
+            seconds=episode.seconds,
+            asked=transcript.asks(episode),
+            versions=None if oldest is None else (oldest, newest),
+        )
 
     async def _play(self) -> HandIn:
         """Play the episode to its end, from its last checkpoint if it has one. If its machine is lost, resume
@@ -317,8 +333,10 @@ class Rollout:
             task=task.id,
             family=task.family,
             split=task.split,
+            environment=task.environment or None,
             state="graded" if outcome.reward else "failed",
             reward=outcome.reward.value if outcome.reward else None,
+            solved=outcome.solved if outcome.reward else None,
             turns=result.turns if result else 0,
             tool_calls=result.tool_calls if result else 0,
             bad_tool_calls=result.bad_tool_calls if result else 0,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollmill.environments.environment import build_tasks
+from rollmill.environments.environment import build_tasks, each_environment
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
 from rollmill.runs.run import RunDirectory
 from rollmill.storage.objects import Objects
@@ -219,7 +219,7 @@ def _find_stage(run: RunDirectory, name: str | None) -> StageSection:
 
 
 def _heldout(run: RunDirectory) -> frozenset[str]:
-    if run.config.tasks is None:
+    if not each_environment(run.config):
         return frozenset()
     tasks, suite = build_tasks(run.config), run.config.evals
     return frozenset(task.id for cell in suite.cells(tasks) for task in tasks.heldout(cell.split, cell.tasks))

@@ -11,6 +11,7 @@ from typing import Any
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.environments.environment import build_sampler, build_tasks, each_environment
 from rollmill.environments.harness import Harness
 from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
@@ -42,9 +43,10 @@ def check_here(config: RunConfig, *, dry_run: bool = False) -> list[str]:
     if config.start is not None:
         check_start(config)
     check_tokenizer(config)
-    check_reward_times(config.rewards, config.rollouts.grading_timeout_s)
+    for each in each_environment(config):
+        check_reward_times(each.rewards, each.grading_timeout_s or config.rollouts.grading_timeout_s)
     check_parts(config)
-    return [] if config.tasks is None else check_prompts(config, check_tasks(config))
+    return check_prompts(config, check_tasks(config)) if each_environment(config) else []
 
 
 def check_stores(config: RunConfig, *, dry_run: bool = False) -> None:
@@ -60,9 +62,10 @@ def check_parts(config: RunConfig) -> None:
     Not for a cluster: its hosts have environments of their own."""
     if build(config.cluster).elsewhere:
         return
-    if config.tasks is not None:
-        build(config.machine)  # those behind a URL want their key
-    playing: tuple[KindSection, ...] = (config.harness, *config.rewards) if config.tasks is not None else ()
+    playing: list[KindSection] = []
+    for each in each_environment(config):
+        build(each.machine)  # those behind a URL want their key
+        playing += [each.harness, *each.rewards]
     for section in (*playing, *config.sinks):
         build(section).preflight()
     for backend in config.gateway.backends:
@@ -76,10 +79,14 @@ def check_parts(config: RunConfig) -> None:
 def check_tasks(config: RunConfig) -> TaskSet:
     """Construct the task set: its files are read, every split that evaluations use must have a task, and the sampler
     must be able to choose from it."""
-    assert config.tasks is not None
-    tasks: TaskSet = build(config.tasks)
+    tasks = build_tasks(config)
     if any(isinstance(stage, RolloutSettings) and stage.steps for stage in config.stages):
-        build(config.sampler).check(tasks)
+        build_sampler(config.sampler, config).check(tasks)
+    if config.evals.every and config.evals.engines == "own" and build(config.cluster).elsewhere:
+        raise ConfigError(
+            'evals.engines is "own", but the supervisor of [cluster] has no place for an engine of its own',
+            hint='set evals.engines = "run"',
+        )
     for cell in config.evals.cells(tasks):
         if not tasks.heldout(cell.split, 1):
             raise ConfigError(
@@ -111,8 +118,8 @@ def check_prompts(config: RunConfig, tasks: TaskSet) -> list[str]:
 
 def _openings(config: RunConfig, tasks: TaskSet) -> Iterator[tuple[list[Any], list[Any]]]:
     """The first messages and the tools of some tasks."""
-    harness: Harness = build(config.harness)
-    return (harness.opening(task) for task in itertools.islice(tasks.train(config.seed), _PROMPTS))
+    harnesses: dict[str, Harness] = {each.name: build(each.harness) for each in each_environment(config)}
+    return (harnesses[task.environment].opening(task) for task in itertools.islice(tasks.train(config.seed), _PROMPTS))
 
 
 def _chat_format(config: RunConfig) -> ChatFormat | None:

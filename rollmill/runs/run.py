@@ -83,8 +83,13 @@ class RunDirectory:
 
     @classmethod
     def _open_service(cls, path: Path) -> RunDirectory:
-        run, saved = cls.open(path.parent.parent), json.loads((path / SERVICE).read_text())
-        return replace(run, path=path, ports=saved["ports"], host=saved["host"], service_of=run.path)
+        return cls.open(path.parent.parent).service(path.name)
+
+    def service(self, name: str) -> RunDirectory:
+        """A service of this run."""
+        path = self.path / "services" / name
+        saved = json.loads((path / SERVICE).read_text())
+        return replace(self, path=path, ports=saved["ports"], host=saved["host"], service_of=self.path)
 
     def make_service(self, name: str, host: str, port: int, *, canary: bool = False) -> RunDirectory:
         """The directory of a service of this run, with its gateway at `host` and `port`. The caller holds its lock.
@@ -148,14 +153,17 @@ class RunDirectory:
     def code(self) -> dict[str, Any]:
         """The code that fills the sections with a kind: class, version, digest."""
         config = self.config
-        rewards = {f"rewards.{number}": section for number, section in enumerate(config.rewards)}
+        played: dict[str, KindSection | None] = {"sampler": config.sampler}
+        own: list[tuple[str, Any]] = [(f"environments.{each.name}.", each) for each in config.environments]
+        for prefix, each in own or [("", config)]:
+            played |= {f"{prefix}{part}": getattr(each, part) for part in ("tasks", "machine", "harness")}
+            played |= {f"{prefix}rewards.{number}": section for number, section in enumerate(each.rewards)}
         stages: dict[str, KindSection] = {f"stages.{stage.name}": stage for stage in config.stages}
         for stage in config.stages:
             for number, source in enumerate(getattr(stage, "sources", ())):
                 stages[f"stages.{stage.name}.sources.{number}"] = source
-        alone = {"tasks": config.tasks, "sampler": config.sampler, "machine": config.machine, "harness": config.harness}
         engines = {f"engines.{number}": section for number, section in enumerate(config.engines)}
-        sections = {**alone, **rewards, **stages, **engines}
+        sections = {**played, **stages, **engines}
         return {name: code_of(section) for name, section in sections.items() if section is not None}
 
     def changed_code(self) -> list[str]:

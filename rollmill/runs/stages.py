@@ -3,20 +3,25 @@
 before        the first stage that learns from rollouts, before its first step
 after-NAME    after stage NAME
 after         the last evaluation of the run
+during-NAME-N version N of stage NAME, while it trains: `evals.every`
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 
+from rollmill import telemetry
+from rollmill.environments.environment import each_environment
+from rollmill.errors import ObjectExists
 from rollmill.runs.run import RunConfig, RunDirectory
 from rollmill.storage.objects import Objects
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.types import Version
 from rollmill.weights.reading.weight_store import WeightStore, newest_line
 
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER, DURING = "before", "after", "during-"
 IMPORT = "import"
 
 
@@ -37,7 +42,7 @@ def evaluations(config: RunConfig) -> list[Evaluation]:
     first = next((stage for stage in config.stages if isinstance(stage, RolloutSettings)), None)
     found = []
     for stage in config.stages:
-        if stage is first and config.tasks is not None:
+        if stage is first and each_environment(config):
             found.append(Evaluation(BEFORE, stage))
         if stage in after:
             found.append(Evaluation(AFTER if stage is after[-1] else f"after-{stage.name}", stage))
@@ -95,8 +100,39 @@ def is_last(run: RunDirectory, stage: StageSection, step: int | None) -> bool:
     return ledger.committed() == step and (step == stage.steps or ledger.is_spent(stage.pace(stage.steps)))
 
 
+def during(stage: StageSection, number: int) -> str:
+    """The label of the evaluation of a version while its stage trains."""
+    return f"{DURING}{stage.name}-{number}"
+
+
 def results_key(run: RunDirectory, label: str) -> str:
+    """The results of an evaluation; an empty list says that one of `evals.every` was left out."""
     return f"evals/{run.id}/{label}.json"
+
+
+def attempts_folder(run: RunDirectory, label: str, number: int) -> str:
+    """The attempts of an evaluation of version `number` that is not complete."""
+    return f"evals/{run.id}/attempts/{label}/{number}"
+
+
+def recorded(run: RunDirectory) -> set[str]:
+    """The labels of the evaluations that have results, or were left out."""
+    folder = f"evals/{run.id}"
+    names = (key.removeprefix(f"{folder}/") for key in run.objects().list(folder))
+    return {name.removesuffix(".json") for name in names if "/" not in name}
+
+
+def attempts_begun(run: RunDirectory) -> set[str]:
+    """The labels of the evaluations that have attempts, but no results yet."""
+    folder = f"evals/{run.id}/attempts"
+    return {key.removeprefix(f"{folder}/").partition("/")[0] for key in run.objects().list(folder)}
+
+
+def leave_out(run: RunDirectory, label: str, number: int, why: str) -> None:
+    """Record that an evaluation of `evals.every` has no results and will get none."""
+    with contextlib.suppress(ObjectExists):
+        run.objects().create(results_key(run, label), b"[]")
+        telemetry.emit("eval_left_out", label=label, version=number, reason=why)
 
 
 def is_recorded(run: RunDirectory, objects: Objects, evaluation: Evaluation, number: int) -> bool:

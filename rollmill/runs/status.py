@@ -20,7 +20,7 @@ from rollmill.errors import StorageError
 from rollmill.kinds import build
 from rollmill.runs.lock import Holder, holder
 from rollmill.runs.run import RunDirectory
-from rollmill.runs.stages import evaluations, is_last, left_to_evaluate, newest_step, results_key
+from rollmill.runs.stages import AFTER, during, evaluations, is_last, left_to_evaluate, newest_step, results_key
 from rollmill.training.stage import StageSection
 
 
@@ -34,6 +34,7 @@ class RunState:
     steps: int
     result: str  # solve rates on held-out tasks, as far as they are known
     age_s: float
+    environments: dict[str, str]  # where a run has several: the same by name
 
     @property
     def processes(self) -> dict[str, str]:
@@ -49,6 +50,9 @@ def state_of(run: RunDirectory) -> RunState:
     if stage is not None:
         step = max((each for each in (step, _told_step(run, stage)) if each is not None), default=None)
     labels = [each.label for each in evaluations(run.config)]
+    found = [results for label in labels if (results := _evaluation(run, label))]
+    rates = [_rate(results) for results in found]
+    rates += [_newest_while_training(run, stage)] if stage and not _evaluation(run, AFTER) else []
     return RunState(
         word="training" if driver else "finished" if is_finished(run) else "stopped",
         driver=driver,
@@ -56,7 +60,8 @@ def state_of(run: RunDirectory) -> RunState:
         stage=stage.name if stage else "",
         step=step,
         steps=stage.steps if stage else 0,
-        result=" → ".join(_rate(results) for label in labels if (results := _evaluation(run, label))),
+        result=" → ".join(filter(None, rates)),
+        environments=_rates_apart(found),
         age_s=time.time() - (run.path / "run.json").stat().st_mtime,
     )
 
@@ -120,5 +125,27 @@ def _evaluation(run: RunDirectory, label: str) -> list[dict[str, Any]]:
         return []
 
 
+def _newest_while_training(run: RunDirectory, stage: StageSection) -> str:
+    """The newest result of `evals.every`, with its version; empty without one."""
+    every = run.config.evals.every
+    last = (newest_step(run, stage) or 0) if every else 0
+    for number in range(last - last % (every or 1), 0, -(every or 1)):
+        if results := _evaluation(run, during(stage, number)):
+            return f"{_rate(results)} at {stage.name}@{number}"
+    return ""
+
+
 def _rate(results: list[dict[str, Any]]) -> str:
     return f"{100 * float(results[0]['rate']):.0f} %"
+
+
+def _rates_apart(found: list[list[dict[str, Any]]]) -> dict[str, str]:
+    """By environment, what came of the attempts at its held-out tasks in each evaluation."""
+    rates: dict[str, list[str]] = {}
+    for results in found:
+        attempts: dict[str, list[bool]] = {}
+        for task, name in results[0].get("environments", {}).items():
+            attempts.setdefault(name, []).extend(results[0]["by_task"].get(task, ()))
+        for name, solved in attempts.items():
+            rates.setdefault(name, []).append(f"{100 * sum(solved) / len(solved):.0f} %" if solved else "–")
+    return {name: " → ".join(own) for name, own in rates.items()}

@@ -492,6 +492,25 @@ def test_the_time_in_which_a_run_was_stopped_is_no_part_of_its_duration(tmp_path
     assert summary["seconds"] == pytest.approx(300.0)
 
 
+def test_each_environment_is_shown_apart(tmp_path: Path) -> None:
+    script = Script()
+    for index in range(12):
+        name = "repairs" if index < 8 else "<tickets>"
+        facts = {"trajectory": f"r{index}", "group": f"g{index // 4}", "environment": name, "split": "train"}
+        solved = {"state": "graded", "reward": float(index % 2), "solved": bool(index % 2)}
+        script.emit("dispatcher", "rollout", **facts, **solved, turns=2, tokens=40 + index, seconds=3.0)
+    conduct = {task: [{"solved": task == "a", "lost": False}] for task in ("a", "b")}
+    where = {"label": "after", "split": "heldout", "mode": "sampled", "solved": 1, "attempts": 2}
+    script.emit("main", "eval", **where, conduct=conduct, environments={"a": "repairs", "b": "<tickets>"})
+    summary, text = report(tmp_path, script)
+    assert list(summary["environments"]) == ["<tickets>", "repairs"]
+    own = summary["environments"]["repairs"]
+    assert (own["groups"], own["total"], own["graded"], own["solve_rate"], own["tokens"]) == (2, 8, 8, 0.5, 43.5)
+    assert own["share"] == pytest.approx(2 / 3) and own["reward"] == 0.5
+    cells = [words for words in Page(text).text if words.strip()]
+    assert cells.count("repairs") == cells.count("<tickets>") == 2 and "43.5" in cells
+
+
 def test_evaluations_are_shown_by_family_and_with_their_mean_reward(tmp_path: Path) -> None:
     script = Script()
     conduct = {
@@ -508,3 +527,33 @@ def test_evaluations_are_shown_by_family_and_with_their_mean_reward(tmp_path: Pa
     assert "0.9" in Page(report(tmp_path, script)[1]).text  # no interval where nothing differs
     for words in ("sums", "<b>", "0.8", "0.9 (0.4 to 1)", "50.0\N{NO-BREAK SPACE}% (k = 2)"):
         assert words in cells, words
+
+
+def test_evaluations_while_training_are_a_curve_over_versions(tmp_path: Path) -> None:
+    script = demo_run(steps=20)
+    for event in script.events:
+        if event["kind"] == "eval":
+            event["stage"] = "rl"
+    for version in (5, 10, 15):
+        for split, k, oldest, newest in (("heldout", 4, version, version), ("tickets", 1, version, version + 2)):
+            rate = 0.4 + version / 50
+            script.emit(
+                *("evaluator", "eval"),
+                **{"label": f"during-rl-{version}", "stage": "rl", "split": split, "mode": "sampled"},
+                **{"version": version, "oldest": oldest, "newest": newest, "seconds": 1.0, "k": k},
+                **{"solved": 20, "attempts": 50, "rate": rate, "low": rate - 0.1, "high": rate + 0.1},
+                **{"reward": rate, "reward_low": rate - 0.1, "reward_high": rate + 0.1},
+                **{"solved_once": min(1.0, rate + 0.2) if k > 1 else None},
+            )
+    summary, text = report(tmp_path, script)
+    page = Page(text)
+    labels = [svg["aria-label"] for svg in page.named("svg")]
+    assert {"pass@1 over versions", "pass@k over versions", "mean reward over versions"} <= set(labels)
+    (curve, _) = re.findall(r'<svg[^>]*aria-label="pass@1 over versions".*?</svg>', text, re.DOTALL)
+    # a version that engines have left meanwhile stands between the versions that sampled; both ends belong to the curve
+    for position in ("version 0", "version 5", "version 6", "version 20"):
+        assert f"{position}\n" in curve or f"{position}&#10;" in curve, position
+    assert "tickets" in curve and "5 to 7" in page.text
+    kept = [one for one in summary["evals"] if one["label"] == "during-rl-10" and one["split"] == "tickets"]
+    assert [(one["version"], one["oldest"], one["newest"], one["stage"]) for one in kept] == [(10, 10, 12, "rl")]
+    assert summary["solve_rate_after"] == pytest.approx(0.867)

@@ -15,7 +15,7 @@ from rollmill.config import load_config
 from rollmill.demo.second_act import POPULATION, WALKS
 from rollmill.demo.simulated_users import FOLDER, Sign, _accepts, load_population, visit
 from rollmill.demo.walks import FILES, Walk
-from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.environments.environment import build_tasks, open_environments
 from rollmill.errors import ConfigError
 from rollmill.runs.run import RunConfig
 from tests.environments.harnesses.test_coding import ScriptedModel
@@ -46,11 +46,11 @@ async def test_users_read_answers_and_notice_questions(tmp_path: Path) -> None:
     model.answers = [say(Walk(task.id).answer), say("which?"), say("key20 end20")]
     (tmp_path / "mine.toml").write_text(CERTAIN)  # anyone can bring users
     certain, poisoned = load_population(str(tmp_path / "mine.toml")), load_population("poisoned-questions")
-    async with TestServer(app) as server, open_environment(config) as environment:
+    async with TestServer(app) as server, open_environments(config) as environments:
         url = str(server.make_url("")).rstrip("/")
         seen = []
         for population in (certain, poisoned, poisoned):
-            arguments = (environment, url, "key", [task], population, config.rollouts)
+            arguments = (environments, url, "key", [task], population, config.rollouts)
             seen += await visit(*arguments, seed=0)
     assert [(each.truth, each.said) for each in seen] == [(True, True), (False, True), (False, False)]
 

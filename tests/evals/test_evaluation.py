@@ -184,20 +184,22 @@ async def test_a_few_lost_attempts_are_left_out_of_the_rate() -> None:
         for task in range(10)
     }
     by_task["task-3"][2:] = [Outcome("lost", None, None, reason="gone")] * 2
-    result = _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0, {})
+    result = _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0, [])
     assert (result.solved, result.attempts, result.failed) == (28, 38, 2)
     assert result.rate == 28 / 38 and result.by_task["task-3"] == [False, True]
     by_task["task-4"] = [Outcome("lost", None, None, reason="gone")]
     with pytest.raises(RollmillError, match="3 of 37"):
-        _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0, {})
+        _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0, [])
 
 
 async def test_an_evaluation_keeps_the_reward_of_each_attempt() -> None:
     """A judge's scores: nothing counts as solved, and the mean reward is known."""
+    easy = Task("task-0", "do it", family="easy", environment="sums")
     by_task = {f"task-{task}": [Outcome(f"{task}", Grade(0.9 - 0.1 * task), None)] * 2 for task in range(4)}
-    result = _summarise(by_task, Cell("heldout", "sampled", 4, 2), EXAMINATION, 1.0, {"task-0": "easy"})
+    result = _summarise(by_task, Cell("heldout", "sampled", 4, 2), EXAMINATION, 1.0, [easy])
     assert result.reward == pytest.approx(0.75) and result.reward_low < 0.75 < result.reward_high
     assert (result.rate, result.solved_once, result.k) == (0.0, 0.0, 2) and result.families == {"task-0": "easy"}
+    assert result.environments == {"task-0": "sums"}
     assert [each.earned for each in result.conduct["task-1"]] == [0.8, 0.8]
 
 

@@ -54,7 +54,7 @@ async def harness_of(config: VerifiersConfig) -> AsyncIterator[VerifiersHarness]
 
 
 async def test_a_game_of_the_package_is_played_and_graded(world: World, python: str) -> None:
-    config = VerifiersConfig(python=python, env=HANGMAN, tasks=3, heldout_share=0.0)
+    config = VerifiersConfig(python=python, variables=("NLTK_DATA",), env=HANGMAN, tasks=3, heldout_share=0.0)
     tasks = await asyncio.to_thread(VerifiersTasks, config)
     assert tasks.train_ids() == ["textarena/0", "textarena/1", "textarena/2"]
     task = tasks.get("textarena/0")

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from rollmill.config import validate_config
-from rollmill.environments.environment import build_tasks
+from rollmill.environments.environment import build_tasks, environment_of
 from rollmill.environments.rewards.clean import DoesNotFit, clean_machine
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
@@ -51,7 +51,7 @@ async def machine_of_episode(run_dir: Path, trajectory: str) -> AsyncIterator[Ma
     if row.submission_key is None:
         raise ConfigError(f"the episode {trajectory} handed in nothing", hint="`rollmill trajectories show` tells why")
     given, task = load_hand_in(objects, row.submission_key), build_tasks(run.config).get(row.task_id)
-    host = build(run.config.machine)
+    host = build(environment_of(run.config, task).machine)
     try:
         async with clean_machine(given.episode(task, host), {}, program=None) as machine:
             yield machine

@@ -52,7 +52,7 @@ def replay(
     from rollmill.trajectories.query import TrajectoryQuery
 
     run = open_with_index(run_dir)
-    sections = run.config.rewards if rewards is None else _read_rewards(rewards)
+    sections = None if rewards is None else _read_rewards(rewards)
     query = TrajectoryQuery(None, "graded", group, split, task_prefix=task, of_run=run.id, limit=limit)
     number, graded = asyncio.run(_replay(run, sections, query, dry_run, changed_tasks))
     _print(graded, number)
@@ -81,10 +81,12 @@ def bias(
     from rich.console import Console
     from rich.table import Table
 
+    from rollmill.environments.environment import each_environment
     from rollmill.runs.opening import open_with_index
 
     run = open_with_index(run_dir)
-    sections = run.config.rewards if rewards is None else _read_rewards(rewards)
+    own = (section for each in each_environment(run.config) for section in each.rewards)
+    sections = tuple(own) if rewards is None else _read_rewards(rewards)
     table = Table("judge", "shown", "change of the value", "error", "")
     for dimension, found in asyncio.run(_measure(run, sections, count, filler)):
         for each in found:
@@ -95,7 +97,7 @@ def bias(
 async def _measure(
     run: RunDirectory, sections: tuple[RewardSection, ...], count: int, filler: int
 ) -> list[tuple[str, list[Bias]]]:
-    from rollmill.environments.environment import build_tasks
+    from rollmill.environments.environment import build_tasks, each_environment
     from rollmill.environments.rewards.judge import Judge, measure_bias
     from rollmill.kinds import build
     from rollmill.rollouts.hand_in import graded_episode, load_hand_in
@@ -109,7 +111,8 @@ async def _measure(
     if not judges or not rows:
         missing = "no reward of the kind `judge`" if not judges else "no graded trajectory"
         raise ConfigError(f"there is {missing}", hint="--rewards names a file with one; trajectories come from a run")
-    tasks, machines = build_tasks(run.config), build(run.config.machine)  # a judge starts no machine
+    tasks = build_tasks(run.config)
+    machines = build(each_environment(run.config)[0].machine)  # a judge starts no machine
     episodes = [
         graded_episode(
             load_hand_in(objects, str(row.submission_key)), tasks.get(row.task_id), machines, store.load(row.id)
@@ -127,30 +130,33 @@ def _read_rewards(path: Path) -> tuple[RewardSection, ...]:
 
 
 async def _replay(
-    run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool, changed_tasks: bool
+    run: RunDirectory,
+    sections: tuple[RewardSection, ...] | None,
+    query: TrajectoryQuery,
+    dry_run: bool,
+    changed_tasks: bool,
 ) -> tuple[int | None, list[Regraded]]:
-    """The number of the new grading, and its groups."""
+    """The number of the new grading, and its groups. Without `sections`, each environment's own rewards grade."""
     from rich.progress import Progress
 
-    from rollmill.environments.environment import build_grader, build_tasks
-    from rollmill.kinds import build
+    from rollmill.environments.environment import build_tasks, each_environment, open_environments
     from rollmill.rollouts.regrade import Regrading
     from rollmill.trajectories.gradings import begin_grading
 
     engine, objects, store = run.database(), run.objects(), run.trajectories()
-    tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
+    tasks = build_tasks(run.config)
     groups = list(dict.fromkeys((row.run, row.group_id) for row in store.find(query)))
     number = None
     if groups and not dry_run:
-        number = begin_grading(engine, run.id, [section.model_dump(mode="json") for section in sections])
-    with Progress(transient=True) as progress:
-        bar = progress.add_task("grade", total=len(groups))
-        parts = (engine, store, objects, tasks, machines, grader, run.config.rollouts)
-        regrading = Regrading(*parts, grading=number, changed_tasks=changed_tasks)
-        try:
+        own = (section for each in each_environment(run.config) for section in each.rewards)
+        used = [section.model_dump(mode="json") for section in sections or own]
+        number = begin_grading(engine, run.id, used)
+    async with open_environments(run.config, sections) as environments:
+        with Progress(transient=True) as progress:
+            bar = progress.add_task("grade", total=len(groups))
+            parts = (engine, store, objects, tasks, environments, run.config.rollouts)
+            regrading = Regrading(*parts, grading=number, changed_tasks=changed_tasks)
             return number, await regrading.grade(groups, lambda: progress.advance(bar))
-        finally:
-            await machines.close()
 
 
 def _print(graded: list[Regraded], number: int | None) -> None:

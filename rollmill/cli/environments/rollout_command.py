@@ -59,7 +59,7 @@ def rollout(
 
 
 async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, temperature: float) -> Played:
-    from rollmill.environments.environment import build_tasks, open_environment
+    from rollmill.environments.environment import build_tasks, open_environments
     from rollmill.rollouts.agent_endpoint import EndpointProxy, play
     from rollmill.types import Sampling
 
@@ -68,8 +68,8 @@ async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, tempe
     sampling = Sampling(temperature=temperature, max_tokens=config.rollouts.max_answer_tokens)
     async with EndpointProxy(endpoint) as proxy:
         await proxy.check()
-        async with open_environment(config) as environment:
-            return await play(environment, proxy, task, sampling, config.rollouts)
+        async with open_environments(config) as environments:
+            return await play(environments, proxy, task, sampling, config.rollouts)
 
 
 def _print(played: Played, longest: float, answer_tokens: int) -> None:

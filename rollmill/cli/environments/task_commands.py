@@ -1,4 +1,4 @@
-"""`rollmill tasks list | show | check`: look at the tasks of a run, and check them on real machines."""
+"""`rollmill tasks list | show | check | make`: look at the tasks of a run, check them on real machines, make others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollmill.cli.environments.make_command import make
 from rollmill.environments.task import Task, TaskSet
-from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollmill.rollouts.check_task import TaskCheck
 
 app = typer.Typer()
+app.command()(make)
 
 Source = Annotated[Path, typer.Argument(metavar="RUN", help="a RUN.toml or a run directory", show_default=False)]
 Count = Annotated[
@@ -146,24 +147,21 @@ async def _check(config: Settings, tasks: list[Task], repeat: int, show: Callabl
     from rich.console import Console
     from rich.progress import Progress
 
-    from rollmill.environments.environment import build_grader
-    from rollmill.kinds import build
+    from rollmill.environments.environment import open_environments
     from rollmill.rollouts.check_task import check_task
 
-    grader = build_grader(config.rewards)
-    machines, slots = build(config.machine), asyncio.Semaphore(_AT_ONCE)
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("check", total=len(tasks))
+    slots = asyncio.Semaphore(_AT_ONCE)
+    async with open_environments(config) as environments:
+        with Progress(transient=True, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("check", total=len(tasks))
 
-        async def one(task: Task) -> None:
-            async with slots:
-                show(await check_task(task, machines, grader, repeat))
-            progress.advance(bar)
+            async def one(task: Task) -> None:
+                async with slots:
+                    chosen = environments.of(task)
+                    show(await check_task(task, chosen.machines, chosen.grader, repeat))
+                progress.advance(bar)
 
-        try:
             await asyncio.gather(*map(one, tasks))
-        finally:
-            await machines.close()
 
 
 def _result(check: TaskCheck) -> str:
@@ -187,25 +185,29 @@ def _weak_tasks(checks: list[TaskCheck]) -> list[str]:
 
 def _weaknesses(config: Settings) -> list[str]:
     """What each reward cannot protect, as it says itself."""
+    from rollmill.environments.environment import each_environment
     from rollmill.kinds import build
 
-    rewards: list[Reward] = [build(section) for section in config.rewards]
+    own = [section for each in each_environment(config) for section in each.rewards]
+    rewards: list[Reward] = [build(section) for section in own]
     unsaid = "it does not say (`cannot_protect`)"
-    return [f"reward {each.name} cannot protect: {each.cannot_protect or unsaid}" for each in rewards]
+    return list(
+        dict.fromkeys(f"reward {each.name} cannot protect: {each.cannot_protect or unsaid}" for each in rewards)
+    )
 
 
 def _open(source: Path, *, quiet: bool = False) -> tuple[Settings, TaskSet]:
     """With `quiet`, the caller shows the problems of the tasks, so that they are not logged."""
     from rollmill.cli.environment_settings import read_settings
-    from rollmill.kinds import build
+    from rollmill.environments.environment import build_tasks, each_environment
 
     config = read_settings(source)
-    if config.tasks is None:
+    if not each_environment(config):
         raise ConfigError(f"{source} has no [tasks]", hint="`rollmill config tasks` explains the section")
     log = logging.getLogger("rollmill.environments.tasks.listed")
     log.disabled = quiet
     try:
-        tasks: TaskSet = build(config.tasks)
+        tasks = build_tasks(config)
     finally:
         log.disabled = False
     return config, tasks
@@ -213,8 +215,9 @@ def _open(source: Path, *, quiet: bool = False) -> tuple[Settings, TaskSet]:
 
 def _every(tasks: TaskSet, split: str | None, count: int) -> list[Task]:
     """All tasks of a list; the first `count` per split of a generated task set."""
-    if isinstance(tasks, ListedTasks):
-        return [task for task in tasks.tasks.values() if split in (None, task.split)]
+    listed = tasks.listed()
+    if listed is not None:
+        return [task for task in listed if split in (None, task.split)]
     found: dict[str, Any] = {}
     if split in (None, "train"):
         found |= {task.id: task for task in itertools.islice(tasks.train(0), count)}

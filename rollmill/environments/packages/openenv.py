@@ -66,7 +66,7 @@ class OpenEnvConfig(PackageConfig):
 
     def process(self) -> PackageProcess:
         order = {"url": self.url, "server": self.server, "patience_s": self.request_deadline_s}
-        return PackageProcess(self.what, self.python, "openenv_program.py", order)
+        return PackageProcess(self.what, self, "openenv_program.py", order)
 
 
 class OpenEnvTasks(ListedTasks):

@@ -34,6 +34,11 @@ _LONGEST = 1 << 26  # bytes of one answer; the programs have a lower limit
 _ERROR = 2000  # characters
 _LOAD_S = 1800.0  # a dataset may have to be downloaded
 _CANCEL_S = 5.0
+_PASSED = (  # the others may be keys of judges, stores and databases, which are not the package's
+    "home", "user", "logname", "lang", "lc_", "tz", "ld_library_path", "tmpdir", "xdg_", "http_proxy", "https_proxy",
+    "no_proxy", "all_proxy", "ssl_cert_", "requests_ca_bundle", "hf_home", "hf_hub_cache", "hf_hub_offline",
+    "hf_datasets_cache", "docker_host", "pythonpath",
+)  # fmt: skip
 
 
 class PackageConfig(Config):
@@ -41,6 +46,11 @@ class PackageConfig(Config):
         None,
         description="Python interpreter that has the environment's package, for example that of a virtual environment. "
         "Not set: the one that runs Rollmill.",
+    )
+    variables: tuple[str, ...] = Field(
+        (),
+        description="Names of environment variables that the package's process gets, for example keys of tools that it "
+        "calls. Of the others it gets paths, languages, proxies, certificates and caches alone.",
     )
     tasks: int = Field(1000, ge=1, description="Most tasks that are taken from the environment: it may be endless.")
     heldout_share: float = Field(
@@ -54,12 +64,12 @@ class PackageConfig(Config):
 class PackageProcess:
     """One per harness: it answers the requests of all episodes. `what` names the environment in errors."""
 
-    def __init__(self, what: str, python: str | None, program: str, order: dict[str, Any]) -> None:
+    def __init__(self, what: str, config: PackageConfig, program: str, order: dict[str, Any]) -> None:
         """`order` is the program's first line: what it should do from then on."""
-        self._what, self._order = what, order
-        here = Path(__file__)
+        self._what, self._order, self._variables = what, order, config.variables
+        programs = [str(Path(__file__).with_name(name)) for name in ("program.py", program)]
         # -P: in the folder of the program are modules that have the names of the packages
-        self._argv = [python or sys.executable, "-P", str(here.with_name("program.py")), str(here.with_name(program))]
+        self._argv = [config.python or sys.executable, "-P", *programs]
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -153,8 +163,12 @@ class PackageProcess:
     @property
     def _options(self) -> dict[str, Any]:
         """A process group of its own, with the programs of its interpreter's environment first on the path."""
+        missing = [name for name in self._variables if name not in os.environ]
+        if missing:
+            raise HarnessError(f"{self._what}: {missing[0]} in `variables` is not set", hint=f"export {missing[0]}=…")
+        passed = {name: value for name, value in os.environ.items() if name.lower().startswith(_PASSED)}
         path = f"{Path(self._argv[0]).parent.absolute()}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        env = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        env = {**passed, **{name: os.environ[name] for name in self._variables}, "PATH": path, "PYTHONUNBUFFERED": "1"}
         return {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": env, "start_new_session": True}
 
 

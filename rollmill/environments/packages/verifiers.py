@@ -33,7 +33,7 @@ class VerifiersConfig(PackageConfig):
         return str(self.env.get("id") or (taskset.get("id") if isinstance(taskset, dict) else None))
 
     def process(self) -> PackageProcess:
-        return PackageProcess(f"verifiers {self.package}", self.python, "verifiers_program.py", {"env": self.env})
+        return PackageProcess(f"verifiers {self.package}", self, "verifiers_program.py", {"env": self.env})
 
 
 class _Row(StrictModel):

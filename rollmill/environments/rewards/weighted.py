@@ -10,12 +10,13 @@ from typing import Any
 from rollmill.environments.episode import Episode
 from rollmill.environments.reward import Reward, grade_episode
 from rollmill.environments.task import Task
+from rollmill.errors import TaskError
 from rollmill.types import TURN, Grade
 
 
 class WeightedRewards(Reward):
     """The first reward decides whether an episode is solved: `parts["solved"]` is its value. A reward for one kind of
-    grading stands aside for tasks of another kind, if a reward for that one is there."""
+    grading stands aside for tasks of another kind."""
 
     name = "weighted"
 
@@ -52,10 +53,16 @@ class WeightedRewards(Reward):
 
 
 def for_task(graders: Sequence[tuple[float, Reward]], task: Task) -> list[tuple[float, Reward]]:
-    """The rewards for a task: those for the kind of its grading, and those for any kind."""
-    kind = task.grading.get("kind")
-    if kind is None or all(grader.kind != kind for _, grader in graders):
+    """The rewards for a task: those for the kind of its grading, and those for any kind. TaskError if rewards are for
+    certain kinds and none is for this one."""
+    kind, kinds = task.grading.get("kind"), sorted({grader.kind for _, grader in graders if grader.kind is not None})
+    if kind is None and len(kinds) <= 1:
         return list(graders)
+    if kinds and kind not in kinds:
+        raise TaskError(
+            f"task {task.id}: no reward grades the kind {kind!r}; there are rewards for {', '.join(kinds)}",
+            hint="[[rewards]] with that kind, or another `kind` in its grading",
+        )
     return [(weight, grader) for weight, grader in graders if grader.kind in (kind, None)]
 
 

@@ -54,6 +54,9 @@ class ListedTasks(TaskSet):
     def train_ids(self) -> list[str]:
         return sorted(task.id for task in self.tasks.values() if task.split == TRAIN)
 
+    def listed(self) -> Iterable[Task]:
+        return self.tasks.values()
+
     def _epochs(self, ids: list[str], seed: int) -> Iterator[Task]:
         epoch = 0
         while True:

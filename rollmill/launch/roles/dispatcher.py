@@ -12,17 +12,24 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rollmill import telemetry
-from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.environments.environment import build_sampler, build_tasks, open_environments
 from rollmill.environments.task import TaskSet
 from rollmill.evals.evaluation import EvalResult, Examination, run_eval
+from rollmill.evals.kept import Kept
 from rollmill.evals.suite import EvalConfig
-from rollmill.kinds import build
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.runs.run import RunDirectory, phase
 from rollmill.runs.shared.addresses import gateway_finders
-from rollmill.runs.stages import Evaluation, evaluations, is_recorded, last_version, results_key
+from rollmill.runs.stages import (
+    Evaluation,
+    attempts_folder,
+    evaluations,
+    is_recorded,
+    last_version,
+    results_key,
+)
 from rollmill.tls import trust
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.claims import Claims
@@ -86,7 +93,7 @@ def _dispatcher(
         run=key,
         seed=run.config.seed_of(stage),
         pace=pace,
-        sampler=build(run.config.sampler),
+        sampler=build_sampler(run.config.sampler, run.config),
         claims=Claims(database, key, name) if run.config.dispatcher.replicas > 1 else None,
     )
 
@@ -99,10 +106,11 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: Task
     if is_recorded(run, context.objects, evaluation, number):
         return
     suite, label = run.config.evals, evaluation.label
+    kept = Kept(context.objects, attempts_folder(run, label, number))
     with phase(f"evaluate {label}"):
-        results = await _evaluate(run, context, tasks, suite, label, number, alone=True)  # one dispatcher evaluates
-        body = json.dumps([asdict(result) for result in results]).encode()
-        context.objects.put(results_key(run, label), body)
+        results = await evaluate_in(run, context, tasks, suite, label, number, kept=kept)  # one dispatcher evaluates
+        context.objects.put(results_key(run, label), json.dumps(list(map(asdict, results))).encode())
+    await asyncio.to_thread(kept.clear)
 
 
 async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version, first: int = 0) -> list[EvalResult]:
@@ -111,10 +119,10 @@ async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version, f
     label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
     async with open_context(service, version.line) as context:
         with phase(f"evaluate {version}"):
-            return await _evaluate(service, context, build_tasks(service.config), suite, label, version.number, first)
+            return await evaluate_in(service, context, build_tasks(service.config), suite, label, version.number, first)
 
 
-async def _evaluate(
+async def evaluate_in(
     run: RunDirectory,
     context: RolloutContext,
     tasks: TaskSet,
@@ -123,10 +131,11 @@ async def _evaluate(
     version: int,
     first: int = 0,
     *,
-    alone: bool = False,
+    kept: Kept | None = None,
 ) -> list[EvalResult]:
+    """`kept`: attempts of an evaluation that one process makes, and another one goes on with."""
     examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed, first)
-    return await run_eval(context, tasks, suite, examination, alone=alone)
+    return await run_eval(context, tasks, suite, examination, alone=kept is not None, kept=kept)
 
 
 @contextlib.asynccontextmanager
@@ -136,16 +145,18 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
         trust(config.tls.ca)
     objects = run.objects()
     async with (
-        open_environment(config) as environment,
+        open_environments(config) as environments,
         GatewayClient(gateway_finders(run), run.secrets["rollout_key"]) as gateway,
     ):
         await gateway.wait_until_serving(0, line, START_PATIENCE_S)
+        first = environments.first
         yield RolloutContext(
             gateway=gateway,
-            machines=environment.machines,
-            grading_machines=environment.grading_machines,
-            harness=environment.harness,
-            grader=environment.grader,
+            machines=first.machines,
+            grading_machines=first.grading_machines,
+            harness=first.harness,
+            grader=first.grader,
+            environments=environments,
             trajectories=TrajectoryStore(run.database(), objects),
             objects=objects,
             line=line,

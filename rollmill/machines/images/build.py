@@ -81,6 +81,19 @@ def build_image(
     return record
 
 
+def keep_work(name: str, base: str, work: Path, verified: Sequence[str] = ()) -> ImageRecord:
+    """An image with the packages of `base`, and one layer for the work directory; the tree is moved into it."""
+    record = images.find_record(base)
+    kept = [layer for layer in record.layers if layer.place == "packages"] if record is not None else []
+    layer = layers.keep(work, images_directory())
+    parts = [*kept, LayerRecord(place="work", digest=layer.digest, bytes=layer.bytes)]
+    facts = record.model_dump(include={"python", "requirements", "commit"}) if record is not None else {}
+    size = sum(part.bytes for part in parts)
+    made = ImageRecord(digest=images.digest_of(parts), layers=parts, bytes=size, verified=list(verified), **facts)
+    images.keep_record(name, made)
+    return made
+
+
 def _add(record: ImageRecord, place: Literal["root", "packages", "work"], directory: Path) -> None:
     layer = layers.keep(directory, images_directory())
     record.layers.append(LayerRecord(place=place, digest=layer.digest, bytes=layer.bytes))

@@ -25,6 +25,7 @@ _ENVIRONMENT = {
     "GIT_NO_LAZY_FETCH": "1",
     "LC_ALL": "C",
 }
+_REMOTE = {"GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh"}
 _CONFIG = (
     "core.hooksPath=/dev/null",
     "core.fsmonitor=false",
@@ -43,15 +44,15 @@ def seal(repository: Path, commit: str, target: Path) -> str:
     if not repository.is_dir():
         raise TaskError(f"{repository} is not a directory", hint="--repository names a clone on this host")
     source = repository.resolve()
-    full = _git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
+    full = git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
     target.mkdir(parents=True)
-    _git(target, "init", "--quiet", f"--initial-branch={BRANCH}", "--template=")
-    _git(target, "fetch", "--quiet", "--no-tags", "--no-recurse-submodules", f"file://{source}", full)
-    _git(target, "update-ref", f"refs/heads/{BRANCH}", full)
-    _git(target, "config", "core.symlinks", "false")
-    _git(target, "config", "core.fileMode", "false")
-    _git(target, "reset", "--quiet", "--hard", full)
-    _git(target, "repack", "-a", "-d", "--quiet")
+    git(target, "init", "--quiet", f"--initial-branch={BRANCH}", "--template=")
+    git(target, "fetch", "--quiet", "--no-tags", "--no-recurse-submodules", f"file://{source}", full)
+    git(target, "update-ref", f"refs/heads/{BRANCH}", full)
+    git(target, "config", "core.symlinks", "false")
+    git(target, "config", "core.fileMode", "false")
+    git(target, "reset", "--quiet", "--hard", full)
+    git(target, "repack", "-a", "-d", "--quiet")
     folder = target / ".git"
     for entry in folder.iterdir():
         if entry.name not in _LEFT:
@@ -66,25 +67,26 @@ def check_sealed(target: Path, commit: str) -> None:
     found = sorted(entry.name for entry in folder.iterdir())
     if found != sorted(_LEFT):
         raise TaskError(f"a sealed repository has {found}, not only {sorted(_LEFT)}")
-    names = _git(target, "for-each-ref", "--format=%(refname) %(objectname)").splitlines()
+    names = git(target, "for-each-ref", "--format=%(refname) %(objectname)").splitlines()
     if names != [f"refs/heads/{BRANCH} {commit}"] or (folder / "objects" / "info" / "alternates").exists():
         raise TaskError(f"a sealed repository has other refs or borrowed objects: {names}")
-    there = _git(target, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered").split()
-    reached = {line.split()[0] for line in _git(target, "rev-list", "--objects", commit).splitlines()}
+    there = git(target, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered").split()
+    reached = {line.split()[0] for line in git(target, "rev-list", "--objects", commit).splitlines()}
     beyond = set(there) - reached
     if beyond:
         raise TaskError(f"a sealed repository holds {len(beyond)} objects that its commit does not reach")
-    if "remote" in _git(target, "config", "--local", "--list"):
+    if "remote" in git(target, "config", "--local", "--list"):
         raise TaskError("a sealed repository names a remote")
 
 
-def _git(directory: Path, *arguments: str) -> str:
+def git(directory: Path, *arguments: str, remote: bool = False) -> str:
+    """The output of a git command. With `remote` it may fetch from other hosts. TaskError if it fails."""
     settings = [word for setting in _CONFIG for word in ("-c", setting)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run(
         ["git", *settings, *arguments],
         cwd=directory,
-        env={**environment, **_ENVIRONMENT},
+        env={**environment, **_ENVIRONMENT, **(_REMOTE if remote else {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

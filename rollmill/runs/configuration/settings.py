@@ -5,16 +5,18 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from rollmill.chat.config import ChatConfig
 from rollmill.config import NAME, Config, validate_config
-from rollmill.environments.environment import find_parts
+from rollmill.environments.environment import PARTS, each_environment, find_parts
 from rollmill.environments.part_sections import (
+    EnvironmentSections,
     HarnessSection,
     RewardSection,
     SamplerSection,
@@ -187,6 +189,11 @@ class RunConfig(Config):
         min_length=1,
         description="What an episode is worth: the sum of weight · value. The first one decides whether it is solved.",
     )
+    environments: EnvironmentSections = Field(
+        (),
+        description="Several environments in one run, instead of the [tasks], [harness], [machine], [pool] and "
+        "[[rewards]] of a single one.",
+    )
     engines: tuple[EnginesSection, ...] = Field(
         default=({"kind": "embedded"},),
         validate_default=True,
@@ -232,6 +239,13 @@ class RunConfig(Config):
             return {**tree, **shortened(model.model_dump(mode="json"), given, f"the run {start['run']}")}
         return tree
 
+    def left_out(self) -> Collection[str]:
+        return PARTS if self.environments else ()
+
+    @model_serializer(mode="wrap")
+    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if name not in self.left_out()}
+
     @model_validator(mode="after")
     def _learning_rates_fit_the_checkpoint(self) -> RunConfig:
         if self.checkpoint is not None or self.start is not None:
@@ -263,8 +277,11 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _dispatchers_do_not_share_a_port(self) -> RunConfig:
-        if self.dispatcher.replicas > 1 and getattr(self.machine, "listen", None) is not None:
+        machines = [each.machine for each in each_environment(self)]
+        if self.dispatcher.replicas > 1 and any(getattr(each, "listen", None) is not None for each in machines):
             raise ValueError("machine.listen is the port of one dispatcher: set dispatcher.replicas to 1")
+        if self.evals.every and getattr(self.machine, "listen", None) is not None:
+            raise ValueError("machine.listen is the port of the dispatcher: leave evals.every out, or machine.listen")
         return self
 
     @model_validator(mode="after")
@@ -293,7 +310,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _rl_has_tasks(self) -> RunConfig:
         for stage in self.stages:
-            if self.tasks is None and (stage.evaluate or (isinstance(stage, RolloutSettings) and stage.steps)):
+            if not each_environment(self) and (stage.evaluate or (isinstance(stage, RolloutSettings) and stage.steps)):
                 raise ValueError(f"there is no [tasks], but stage {stage.name!r} needs tasks")
         return self
 

@@ -127,6 +127,7 @@ def _metrics_of(scalar: Scalar) -> Iterable[tuple[str, Mapping[str, str], float]
     if kind == "eval":
         split, _, mode = rest.rpartition("/")
         yield f"rollmill_eval_{name}", {"split": split, "mode": mode}, scalar.value
+        yield "rollmill_eval_version", {"split": split, "mode": mode}, scalar.step
     elif kind == "weights":
         yield f"rollmill_weights_{name}", {"line": rest}, scalar.value
         yield "rollmill_weights_version", {"line": rest}, scalar.step

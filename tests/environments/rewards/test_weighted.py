@@ -10,7 +10,7 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.task import Task
-from rollmill.errors import MachineError, RewardError
+from rollmill.errors import MachineError, RewardError, TaskError
 from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.types import Grade
 
@@ -48,6 +48,9 @@ async def test_each_task_is_graded_by_the_rewards_for_its_kind() -> None:
         task = Task("t", "do it", grading={"kind": kind, "mine": 3})
         reward = await both.grade(Episode(task, {}, EPISODE.machines))
         assert (reward.value, reward.solved) == (value, solved) and reward.grader == f"{kind}+length"
+    for grading in ({"kind": "pytest"}, {"mine": 3}):  # nobody's, or not said whose
+        with pytest.raises(TaskError, match="there are rewards for calls, script"):
+            await both.grade(Episode(Task("t", "do it", grading=grading), {}, EPISODE.machines))
 
 
 async def test_the_first_reward_decides_whether_it_is_solved() -> None:

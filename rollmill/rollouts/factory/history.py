@@ -1,0 +1,77 @@
+"""Candidates from the history: commits that change tests and code. The tree before them, with their tests hidden."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rollmill.environments.tasks.git_files import CommitFiles
+from rollmill.machines.images.repository import git
+from rollmill.rollouts.factory.edits import Candidate
+from rollmill.rollouts.factory.install import Project
+from rollmill.rollouts.factory.sources import is_kept
+from rollmill.rollouts.factory.stable_tests import files_of_tests
+
+_MOST_FILES = 10  # that a commit changes besides tests
+_TEST = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
+_TRAILER = re.compile(r"^[A-Z][\w-]+: .*$|^\(?cherry.*$", re.M)
+
+
+def find_commits(project: Project, most: int) -> Iterator[Candidate]:
+    """At most `most` commits, the newest first."""
+    if project.source.repository is None:
+        return
+    repository, found = project.source.repository, 0
+    for line in git(repository, "log", "--no-merges", "--format=%H %P", project.source.commit).splitlines():
+        commit, _, parent = line.partition(" ")
+        if not parent or " " in parent:
+            continue
+        paths = git(repository, "diff", "--name-only", "-z", "--no-renames", parent, commit).split("\0")
+        changed = [path for path in paths if path and is_kept(path)]
+        tests = [path for path in changed if _TEST.fullmatch(path)]
+        code = [path for path in changed if path not in files_of_tests(changed, tests)]
+        if not tests or not any(path.endswith(".py") for path in code) or len(code) > _MOST_FILES:
+            continue
+        candidate = _candidate(project, commit, parent, code, tests)
+        if candidate is not None:
+            yield candidate
+            found += 1
+        if found == most:
+            return
+
+
+def _candidate(project: Project, commit: str, parent: str, code: list[str], tests: list[str]) -> Candidate | None:
+    repository = project.source.repository
+    assert repository is not None
+    before, after = CommitFiles(repository, parent), CommitFiles(repository, commit)
+    if any(path not in after for path in code) or not all(path in after for path in tests):
+        return None  # a reference writes files, and removes none
+    reference = {path: after[path] for path in code}
+    try:
+        [data.decode() for path in code for data in (after[path], before.get(path, b""))]
+    except UnicodeDecodeError:
+        return None
+    diff = git(repository, "diff", "-U0", "--no-renames", parent, commit, "--", *code).splitlines()
+    solution = "\n".join(line[1:] for line in diff if line.startswith("+") and not line.startswith("+++ "))
+    message = git(repository, "log", "-1", "--format=%B", commit)
+    title = "Make this change:\n\n" + _TRAILER.sub("", message).strip()[:3000]
+    return Candidate(
+        f"{project.source.name}-history-{commit[:12]}",
+        "history",
+        title,
+        {path: before[path] for path in code if path in before},
+        reference,
+        solution,
+        tuple(tests),
+        tuple(path for path in code if path not in before),
+        commit,
+    )
+
+
+def at_commit(project: Project, commit: str) -> Project:
+    """The project as a commit leaves it, with what the build of the newest one generates."""
+    assert project.source.repository is not None
+    files = {path: data for path, data in CommitFiles(project.source.repository, commit).items() if is_kept(path)}
+    generated = {path: data for path, data in project.files.items() if path not in project.source.files}
+    return replace(project, files={**generated, **files})
