@@ -194,9 +194,9 @@ def _check_supported(folder: Path, entry: HarborEntry) -> None:
     for field, asked in wanted.items():
         if asked:
             raise TaskError(f"{HARBOR}: {field} asks for what machines do not have", hint="leave this task out")
-    if compose := next(folder.glob("environment/*compose*.y*ml"), None):
+    if (folder / "environment" / "docker-compose.yaml").is_file():
         hint = "tasks of several containers are not supported: leave this task out"
-        raise TaskError(f"environment/{compose.name}: it describes containers beside the agent's", hint=hint)
+        raise TaskError("environment/docker-compose.yaml: it describes containers beside the agent's", hint=hint)
 
 
 def _separate(folder: Path, entry: HarborEntry, build: BuildConfig) -> dict[str, Any]:
