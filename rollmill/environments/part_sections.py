@@ -63,6 +63,7 @@ class RewardSection(KindSection):
         {
             "calls": "rollmill.environments.rewards.calls:Calls",
             "script": "rollmill.environments.rewards.script:Script",
+            "harbor": "rollmill.environments.rewards.harbor:HarborReward",
             "pytest": "rollmill.environments.rewards.pytest:Pytest",
             "length": "rollmill.environments.rewards.length:Length",
             "behaviour": "rollmill.environments.rewards.behaviour:Behaviour",

@@ -26,6 +26,21 @@ class WholeDiff:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a task asks of its machines. A machine that has less is an error that names the field of `file`."""
+
+    file: str  # that asks for it
+    cpus: float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    network: Sequence[str] | None = None  # the names that may be reached, and no others; None: any
+    health: str | None = None  # a shell command: a machine is ready when it passes
+    health_timeout_s: float = 30.0
+    health_tries: int = 1
+    health_pause_s: float = 5.0
+
+
+@dataclass(frozen=True)
 class Task:
     """`grading` and `reference` never enter a machine that the agent can touch."""
 
@@ -44,6 +59,7 @@ class Task:
     executable: Sequence[str] = ()  # paths of `files` that may be run as programs
     environment: str = ""  # the environment that plays and grades it, where a run has several
     links: Mapping[str, str] = field(default_factory=dict)  # symbolic links in the work directory: path → target
+    needs: Needs | None = None
 
     @cached_property
     def digest(self) -> str:

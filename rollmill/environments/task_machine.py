@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
 import os
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from rollmill.environments.harness import Harness
-from rollmill.environments.task import Task, WholeDiff
+from rollmill.environments.task import Needs, Task, WholeDiff
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines.machine import WORK, Capabilities, Machine, MachineHost
 
@@ -22,6 +24,8 @@ async def create_machine(machines: MachineHost, task: Task, files: Mapping[str, 
     """A machine with the files of the task, and `files` over them. Errors as with `MachineHost.create`."""
     machine = await machines.create(task.image, task.files)
     try:
+        if task.needs is not None:
+            await meet(machine, task, task.needs)
         await for_all(machine, ["chmod", "a+x", "--"], task.executable)
         await make_links(machine, task.links)
         await write_over(machine, files or {}, task.links)
@@ -32,6 +36,32 @@ async def create_machine(machines: MachineHost, task: Task, files: Mapping[str, 
         await machine.close()
         raise
     return machine
+
+
+async def meet(machine: Machine, task: Task, needs: Needs) -> None:
+    """TaskError names what a task asks for and its machine does not have, or that it is not healthy."""
+    able = machine.capabilities
+    for field, asked, given, setting in (
+        ("cpus", needs.cpus, os.cpu_count(), "a host with more processors"),
+        ("memory_mb", needs.memory_mb, able.memory_mb, f"[machine] memory_mb = {needs.memory_mb}"),
+        ("storage_mb", needs.storage_mb, able.disk_mb, f"[machine] disk_mb = {needs.storage_mb}"),
+    ):
+        if asked and given and asked > given:
+            where = f"task {task.id}: {needs.file}: environment.{field} is {asked:g}, and its machine has {given:g}"
+            raise TaskError(where, hint=setting)
+    if needs.network is not None and (other := set(needs.network) ^ set(able.egress)):
+        where = f"task {task.id}: {needs.file}: environment.network_mode and allowed_hosts: {', '.join(sorted(other))}"
+        hint = f"[machine] egress = {json.dumps(list(needs.network))}"
+        raise TaskError(f"{where} are not what its machine reaches", hint=hint)
+    for number in range(needs.health_tries if needs.health is not None else 0):
+        assert needs.health is not None
+        result = await machine.exec(["sh", "-c", needs.health], timeout_s=needs.health_timeout_s * able.slowdown)
+        if result.exit_code == 0 and result.stopped is None:
+            return
+        if number == needs.health_tries - 1:
+            where = f"task {task.id}: {needs.file}: environment.healthcheck.command failed {needs.health_tries} times"
+            raise TaskError(f"{where}: {result.output[-300:]!r}", hint="ENTRYPOINT and CMD of an image are not run")
+        await asyncio.sleep(needs.health_pause_s)
 
 
 async def write_over(

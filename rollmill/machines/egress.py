@@ -50,9 +50,13 @@ class Refused(Exception):
 
 
 class Egress:
-    """The proxy of one machine. `allowed`: NAME, NAME:PORT or *.NAME; without a port 80 and 443 are meant."""
+    """The proxy of one machine. `allowed`: NAME, NAME:PORT or *.NAME; without a port 80 and 443 are meant. `inside`:
+    these names may lead to addresses of a private network."""
 
-    def __init__(self, listener: socket.socket, allowed: Sequence[str], log_file: str | None, name: str) -> None:
+    def __init__(
+        self, listener: socket.socket, allowed: Sequence[str], log_file: str | None, name: str, *, inside: bool = False
+    ) -> None:
+        self._inside = inside
         self._allowed, self._log_file, self._name = tuple(allowed), log_file, name
         self._listener = listener
         self._server: asyncio.Server | None = None
@@ -102,7 +106,7 @@ class Egress:
     ) -> dict[str, int]:
         if not is_allowed(request.host, request.port, self._allowed):
             raise Refused(403, "not on the list")
-        address = await _public_address(request.host, request.port, self._allowed)
+        address = await _address(request.host, request.port, self._allowed, inside=self._inside)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 there, back = await asyncio.open_connection(address, request.port)
@@ -158,8 +162,8 @@ def is_allowed(host: str, port: int, allowed: Sequence[str]) -> bool:
     return False
 
 
-async def _public_address(host: str, port: int, allowed: Sequence[str]) -> str:
-    """An address of the name. One of a private network only if the list has that very address."""
+async def _address(host: str, port: int, allowed: Sequence[str], *, inside: bool) -> str:
+    """An address of the name. One of a private network only if the list has that very address, or with `inside`."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a label that is empty or too long
@@ -167,7 +171,7 @@ async def _public_address(host: str, port: int, allowed: Sequence[str]) -> str:
     listed = {entry.partition(":")[0] for entry in allowed}
     for *_, address in found:
         text = str(address[0])
-        if ipaddress.ip_address(text).is_global or (text == host and text in listed):
+        if inside or ipaddress.ip_address(text).is_global or (text == host and text in listed):
             return text
     raise Refused(403, "leads to a private network")
 

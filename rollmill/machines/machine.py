@@ -116,6 +116,9 @@ class Capabilities:
     listen: bool = False  # `listen` works: an agent program in the machine can reach its model
     slowdown: float = 1.0  # measured; multiply time limits by it
     architecture: str = ""  # of its programs, as `uname -m` prints it; "": the host's
+    memory_mb: int = 0  # that it has; 0: not known
+    disk_mb: int = 0
+    egress: tuple[str, ...] = ()  # names that its commands reach
     users: tuple[str, ...] = ("user",)  # that a command can run as; the first one if it names none
 
 

@@ -37,8 +37,8 @@ async def check_task(task: Task, machines: MachineHost, grader: Reward, repeat: 
     weak = ""
     rewards: dict[str, list[Grade]] = {"reference": [], "nothing": []}
     try:
+        problems += await _leaks(task, machines)  # its first machine may have to wait until its image is built
         async with asyncio.timeout(600.0):
-            problems += await _leaks(task, machines)
             if task.reference or task.reference_command:
                 rewards["reference"] = await _grade(task, machines, grader, repeat, solve=True)
             rewards["nothing"] = await _grade(task, machines, grader, repeat)

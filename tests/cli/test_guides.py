@@ -20,7 +20,8 @@ from rollmill.machines.namespace.client import NamespaceHost
 from tests.cli.conftest import Told
 from tests.cli.test_init import shell
 from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401
-from tests.machines.oci.making import fetch_packages, unpack_packages
+from tests.machines.oci.making import busybox_layer, fetch_packages, unpack_packages, write_layout
+from tests.machines.oci.test_registry import push, registry
 from tests.test_repo import ROOT
 
 GUIDES, EXAMPLES = ROOT / "docs" / "guides", ROOT / "examples"
@@ -142,6 +143,25 @@ def test_the_guide_to_tasks_from_a_repository_works_word_by_word(
     assert {task["family"] for task in listed} == {"removal", "bug", "history"}
     assert f"{len(listed)} of {len(listed)} tasks are all right, 0 problems" in printed, printed
     assert printed.rstrip().endswith("checks them again") and "0 tasks in fresh-tasks" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("buildah", "docker-registry", "skopeo"))),
+    reason="buildah, docker-registry and skopeo are not installed",
+)
+def test_the_guide_to_harbor_folders_works_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in: Debian's busybox under the name of a Debian image, in a registry on loopback."""
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    with registry(tmp_path / "registry") as host:
+        push(
+            write_layout(tmp_path / "layout", [busybox_layer(tmp_path)]), host, "docker.io/library/debian:bookworm-slim"
+        )
+        text = "\n".join(blocks("bring-a-harbor-folder.md", "", 3)).replace("mirror.example", host)
+        (tmp_path / "here").mkdir()
+        printed = shell(text, tmp_path / "here")
+    assert "1 of 1 tasks are all right" in printed and "\n/app\nhello\n" in printed, printed
+    assert "oci:localhost/hello@sha256:" in printed
 
 
 @pytest.mark.slow

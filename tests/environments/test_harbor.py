@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import json
 from collections.abc import AsyncIterator
@@ -18,10 +19,11 @@ import pytest_asyncio
 
 from rollmill.environments.harbor import shell as module
 from rollmill.environments.harbor.shell import HarborShell
-from rollmill.environments.tasks.harbor import MOVED
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.namespace.client import NamespaceConfig
 from tests.machines.conftest import start_host
+from tests.machines.oci.making import busybox_layer, entry, tar_of, write_layout
+from tests.machines.oci.test_registry import push, registry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONTRACT = Path(__file__).parent / "contracts" / "harbor.json"
@@ -31,7 +33,7 @@ ADAPTER = Path(module.__file__).parent / "environment.py"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shell() -> AsyncIterator[HarborShell]:
     host = await start_host(NamespaceConfig(memory_mb=128, disk_mb=32, processes=48))
-    made = HarborShell(await host.create(BUILT_IN, {"main.py": b"print(1)"}), {"/app": "/work", **MOVED}, "/app")
+    made = HarborShell(await host.create(BUILT_IN, {"main.py": b"print(1)"}), "/work")
     await made.start()
     yield made
     await host.close()
@@ -39,8 +41,8 @@ async def shell() -> AsyncIterator[HarborShell]:
 
 async def test_commands_as_harbor_wants_them(shell: HarborShell) -> None:
     done = await shell.exec("pwd; cat main.py; echo $COLOUR >&2; exit 3", env={"COLOUR": "it's /app red"})
-    assert done == ("/work\nprint(1)", "it's /work red\n", 3)
-    assert (await shell.exec("false || cat", cwd="/logs")).exit_code == 0, "no input, not ours"
+    assert done == ("/work\nprint(1)", "it's /app red\n", 3)
+    assert (await shell.exec("false || cat", cwd="/tmp")).exit_code == 0, "no input, not ours"
     assert (await shell.exec("true", cwd="/nowhere")).exit_code == 126
     large = await shell.exec("head -c 6000000 /dev/zero | tr '\\0' x; echo end >&2")
     assert (len(large.stdout), large.stderr) == (4 << 20, "end\n")
@@ -62,21 +64,21 @@ async def test_a_command_that_takes_too_long_ends(shell: HarborShell) -> None:
     assert (await shell.exec("ls -A /tmp/.harbor")).stdout.split()[-2:] == ["orders", "ready"], "nothing is left"
 
 
-async def test_files_and_paths_that_a_machine_has_elsewhere(shell: HarborShell, tmp_path: Path) -> None:
+async def test_files_and_directories(shell: HarborShell, tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     (tests / "deep").mkdir(parents=True)
-    (tests / "test.sh").write_text("#!/bin/bash\ncat /tests/deep/data > /logs/verifier/reward.txt; ls /app\n")
+    (tests / "test.sh").write_text("#!/bin/bash\ncat /tmp/tests/deep/data > /tmp/logs/verifier/reward.txt; ls /work\n")
     (tests / "test.sh").chmod(0o755)
     (tests / "deep" / "data").write_bytes(b"\xff\x00 /tests")
-    await shell.upload_dir(tests, "/tests")
-    await shell.exec("mkdir -p /logs/verifier && chmod 777 /logs/verifier")
-    assert (await shell.exec("/tests/test.sh")).stdout.split() == ["heard", "main.py", "pipe"]
-    await shell.download_file("/logs/verifier/reward.txt", tmp_path / "reward.txt")
+    await shell.upload_dir(tests, "/tmp/tests")
+    await shell.exec("mkdir -p /tmp/logs/verifier && chmod 777 /tmp/logs/verifier")
+    assert (await shell.exec("/tmp/tests/test.sh")).stdout.split() == ["heard", "main.py", "pipe"]
+    await shell.download_file("/tmp/logs/verifier/reward.txt", tmp_path / "reward.txt")
     assert (tmp_path / "reward.txt").read_bytes() == b"\xff\x00 /tests", "what is no text stays as it is"
     with pytest.raises(FileNotFoundError):
-        await shell.download_dir("/logs/nothing", tmp_path / "none")
-    await shell.exec("cd /logs/verifier; ln -s /etc/passwd link; mkfifo fifo; mkdir empty; ln reward.txt second")
-    await shell.download_dir("/logs/verifier", tmp_path / "got")
+        await shell.download_dir("/tmp/logs/nothing", tmp_path / "none")
+    await shell.exec("cd /tmp/logs/verifier; ln -s /etc/passwd link; mkfifo fifo; mkdir empty; ln reward.txt second")
+    await shell.download_dir("/tmp/logs/verifier", tmp_path / "got")
     got = {path.name for path in (tmp_path / "got").iterdir()}
     assert got == {"empty", "reward.txt", "second"}, "no symbolic link leaves the machine"
 
@@ -145,12 +147,19 @@ async def test_the_contract_is_that_of_the_installed_harbor() -> None:
     assert found == contract["abstract"]
 
 
-async def test_a_whole_trial_of_harbor(tmp_path: Path) -> None:
-    """Harbor's own code runs a task with its oracle agent, and one with an agent that does nothing."""
+async def test_a_whole_trial_of_harbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Harbor's own code runs a task with its oracle agent, and one with an agent that does nothing. The task's
+    Dockerfile is built on a stand-in: Debian's busybox under the name of a Python image."""
     trials = pytest.importorskip("harbor.trial.trial", reason="harbor needs Python 3.12")
     from harbor.models.trial.config import TrialConfig
 
     await (await start_host()).close()  # skips where there are no machines
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    shim = entry("usr/bin/bash", b'#!/bin/sh\nexec sh "$@"\n', mode=0o755)
+    layout = write_layout(tmp_path / "layout", [busybox_layer(tmp_path), tar_of([shim])])
+    mirrors = contextlib.ExitStack()
+    host = mirrors.enter_context(registry(tmp_path / "registry"))
+    push(layout, host, "docker.io/library/python:3.13")
     task = tmp_path / "greet"
     for name, text in {
         "task.toml": '[environment]\nnetwork_mode = "no-network"\nmemory_mb = 256\nstorage_mb = 64\n[verifier]\n'
@@ -170,12 +179,16 @@ async def test_a_whole_trial_of_harbor(tmp_path: Path) -> None:
             "task": {"path": str(task)},
             "trials_dir": str(tmp_path / "trials"),
             "agent": {"name": agent},
-            "environment": {"import_path": "rollmill.environments.harbor.environment:RollmillEnvironment"},
+            "environment": {
+                "import_path": "rollmill.environments.harbor.environment:RollmillEnvironment",
+                "kwargs": {"build": {"mirrors": {"docker.io": f"{host}/docker.io"}}},
+            },
         }
         trial = await trials.Trial.create(TrialConfig.model_validate(config))
         result = await trial.run()
         assert result.exception_info is None, result.exception_info
         rewards[agent] = result.verifier_result.rewards
+    mirrors.close()
     assert rewards == {"oracle": {"reward": 1.0}, "nop": {"reward": 0.0}}
     logs = [path.read_text() for path in (tmp_path / "trials").rglob("test-stdout.txt")]
     assert [log.splitlines()[0] for log in logs] == ["checking"] * 2

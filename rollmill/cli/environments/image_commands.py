@@ -41,8 +41,25 @@ def build(
     inside: Annotated[str, typer.Option(help="directory of the OCI image, such as /app")] = "/",
     dockerfile: Annotated[
         Path | None,
-        typer.Option(help="a Dockerfile, built by podman or buildah; as --oci then", show_default=False),
+        typer.Option(help="a Dockerfile: buildah builds the image oci:localhost/NAME", show_default=False),
     ] = None,
+    context: Annotated[
+        Path | None,
+        typer.Option(help="of the Dockerfile: the files that it copies", show_default="the Dockerfile's directory"),
+    ] = None,
+    egress: Annotated[
+        list[str] | None,
+        typer.Option(help="a name that RUN steps of the Dockerfile may reach by a proxy; repeatable"),
+    ] = None,
+    egress_inside: Annotated[
+        bool, typer.Option("--egress-inside", help="these names may lead to a private network, as to a mirror of it")
+    ] = False,
+    mirror: Annotated[
+        list[str] | None,
+        typer.Option(help="REGISTRY=PLACE: where its images are fetched instead, for FROM; repeatable"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="seconds that the Dockerfile may take")] = 1800.0,
+    disk_mb: Annotated[int, typer.Option(help="MiB that the Dockerfile may write, its base included")] = 16384,
     suite: Annotated[
         str | None,
         typer.Option(help="a Debian suite, such as bookworm, instead of this host's programs", show_default=False),
@@ -73,6 +90,7 @@ def build(
         rollmill images build mini --requirements requirements.txt
         rollmill images build shop --repository src/shop --commit v1.2 --verify "make test"
         rollmill images build app --oci app.tar --inside /app
+        rollmill images build app --dockerfile Dockerfile --egress deb.debian.org --mirror docker.io=mirror.example
         rollmill images build tools --suite bookworm --program ripgrep --program nginx
         rollmill images build intel --suite bookworm --architecture x86_64 --verify "make test"
         rollmill images build shop-db --repository src/shop --services services.toml --verify "make test"
@@ -81,10 +99,20 @@ def build(
     digest. Records of runs name the digest. If a --verify command fails, the name keeps what it had. Of a repository,
     machines see the commit and its history: no later commit, branch, tag, remote or reflog. Of an OCI image only files
     are taken: machines run the programs and the Python of this host, so packages are installed for that version.
+
+    A Dockerfile is built whole, as `image = "oci:localhost/NAME"`, and takes no other source. It is untrusted: its
+    commands run as users that own nothing of this host, and reach no network but the names of --egress.
     """
     from rollmill.machines.images.build import check_python
 
-    if all(each is None for each in (directory, requirements, repository, oci, services, suite, dockerfile)):
+    others = (directory, requirements, repository, oci, services, suite)
+    if dockerfile is not None:
+        if any(each is not None for each in (*others, verify)):
+            hint = "an image of a Dockerfile has no other source; put them into the Dockerfile"
+            raise ConfigError("--dockerfile was given with another source or --verify", hint=hint)
+        limits = {"egress": egress or [], "egress_inside": egress_inside, "timeout_s": timeout, "disk_mb": disk_mb}
+        return _build_dockerfile(name, dockerfile, context, mirror or [], limits)
+    if all(each is None for each in others):
         raise ConfigError(
             "no source for the image was given",
             hint="--directory, --requirements, --repository, --oci, --dockerfile, --suite or --services",
@@ -96,9 +124,28 @@ def build(
         "repository": repository,
         "commit": commit,
     }
-    sources |= {"archive": oci, "inside": inside, "suite": suite, "programs": program or [], "dockerfile": dockerfile}
+    sources |= {"archive": oci, "inside": inside, "suite": suite, "programs": program or []}
     sources |= {"architecture": architecture}
     _build(name, sources, services, verify, kind)
+
+
+def _build_dockerfile(
+    name: str, dockerfile: Path, context: Path | None, mirrors: list[str], limits: dict[str, Any]
+) -> None:
+    from rollmill.config import validate_config
+    from rollmill.machines.images.image import images_directory
+    from rollmill.machines.oci.build_image import BuildConfig, Recipe
+    from rollmill.machines.oci.kept_images import Kept
+
+    pairs = dict(each.partition("=")[::2] for each in mirrors)
+    if not all(pairs.values()):
+        raise ConfigError(f"--mirror {mirrors} is not REGISTRY=PLACE", hint="--mirror docker.io=mirror.example/docker")
+    settings = validate_config(BuildConfig, {"mirrors": pairs, **limits}, "the command line")
+    place = dockerfile.absolute()
+    recipe = Recipe(dockerfile=place, context=(context or place.parent).absolute(), settings=settings)
+    image = f"oci:localhost/{name}"
+    kept = Kept(images_directory()).build(image, recipe)
+    typer.echo(f"{image}@{kept.digest}  {_size(kept.bytes)}, in {images_directory()}")
 
 
 def _build(name: str, sources: dict[str, Any], services: Path | None, verify: list[str] | None, kind: str) -> None:

@@ -3,12 +3,12 @@
     environment:
       import_path: rollmill.environments.harbor.environment:RollmillEnvironment
       kwargs:
-        image: shop                   # a machine image that stands for the task's Dockerfile; default host-python
-        machine: {kind: qemu}         # a [machine] section; default namespace
+        build: {egress: [pypi.org]}   # how the task's Dockerfile is built (machines/oci/build_image.py: BuildConfig)
+        image: oci:shop.tar           # a machine image instead of what the Dockerfile builds
+        machine: {memory_mb: 4096}    # a [machine] section; default namespace
         offline: true                 # run tasks without network though they ask for one
 
-Commands run as the one user of a machine, whoever Harbor asks for. Files that the Dockerfile copies into its WORKDIR
-are there; what it runs must be in the image.
+Commands run as the image's USER, whoever Harbor asks for.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
+from rollmill.config import validate_config
 from rollmill.environments.harbor.shell import HarborShell
-from rollmill.environments.tasks.dockerfile import Dockerfile, read_dockerfile
-from rollmill.environments.tasks.harbor import MOVED
-from rollmill.kinds import build
-from rollmill.machines.images.image import BUILT_IN
-from rollmill.machines.machine import WORK, MachineHost, MachineSection
+from rollmill.environments.tasks.harbor import Environment, promise
+from rollmill.kinds import build as build_kind
+from rollmill.machines.machine import MachineHost, MachineSection
+from rollmill.machines.oci.build_image import BuildConfig
 
-_WORKDIR = "/app"
 _SIZED = ("namespace", "qemu")  # kinds with memory_mb and disk_mb
 
 
@@ -37,12 +36,14 @@ class RollmillEnvironment(BaseEnvironment):
     def __init__(
         self,
         *args: Any,
-        image: str = BUILT_IN,
+        image: str | None = None,
+        build: dict[str, Any] | None = None,
         machine: dict[str, Any] | None = None,
         offline: bool = False,
         **kwargs: Any,
     ) -> None:
         self._image = image
+        self._build = validate_config(BuildConfig, build or {}, "build of the environment")
         self._section: dict[str, Any] = {"kind": "namespace", **(machine or {})}
         self._offline = offline
         self._host: MachineHost | None = None
@@ -73,18 +74,14 @@ class RollmillEnvironment(BaseEnvironment):
         super().validate_network_policy_support(policy)
 
     def _validate_definition(self) -> None:
-        self._docker = self._definition()
-
-    def _definition(self) -> Dockerfile:
-        path, config = self.environment_dir / "Dockerfile", self.task_env_config
-        if path.is_file():
-            return read_dockerfile(path, config.workdir or _WORKDIR)
-        if config.docker_image:
-            return Dockerfile(config.docker_image, config.workdir or _WORKDIR)
-        raise FileNotFoundError(f"{path}: there is none, and tasks of several containers do not work in one machine")
+        """TaskError: there is no Dockerfile and no image; tasks of several containers do not work in one machine."""
+        config = self.task_env_config
+        given = {name: getattr(config, name) for name in ("docker_image", "workdir", "build_timeout_sec")}
+        name = self.environment_dir.parent.name
+        self._image = self._image or promise(name, self.environment_dir, Environment(**given), self._build)
 
     async def start(self, force_build: bool) -> None:
-        """Start a machine with the files that the Dockerfile copies. Nothing is built here."""
+        """Start a machine. Its image is built if the same folder was not built before."""
         section = self._section
         if section["kind"] in _SIZED:
             config = self.task_env_config
@@ -94,10 +91,10 @@ class RollmillEnvironment(BaseEnvironment):
             section = {**section, "egress": list(self._network_policy.allowed_hosts)}
         self._host = await _hosts.open(section)
         try:
-            files = {name: source.read_bytes() for name, source in self._docker.files.items()}
-            created = await self._host.create(self._image, files)
-            moved = {self._docker.workdir: WORK, **MOVED}
-            self._shell = HarborShell(created, moved, self._docker.workdir)
+            assert self._image is not None
+            created = await self._host.create(self._image)
+            where = await created.exec(["sh", "-c", "pwd -P"])
+            self._shell = HarborShell(created, where.output.decode().strip())
             await self._shell.start()
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()
@@ -154,7 +151,7 @@ class _Hosts:
     async def open(self, section: dict[str, Any]) -> MachineHost:
         key = (id(asyncio.get_running_loop()), json.dumps(section, sort_keys=True))
         if key not in self._open:
-            self._open[key] = build(MachineSection.model_validate(section))
+            self._open[key] = build_kind(MachineSection.model_validate(section))
         self._users[key] = self._users.get(key, 0) + 1
         return self._open[key]
 

@@ -8,9 +8,6 @@ what they leave behind is the keeper's, and lives as long as the machine.
 
 Commands can end the keeper, because they run as the same user. That is their doing and no failure of the machine: the
 command counts as killed, and another keeper is started for the next one.
-
-Most of a machine is read-only, so paths that Harbor uses are moved (`moved`): in commands, variables, texts that are
-uploaded and paths. A program that puts such a path together at run time does not find it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rollmill.environments.tasks.harbor import rewrite, rewrite_bytes
 from rollmill.errors import MachineError
 from rollmill.machines.file_trees import get_tree
 from rollmill.machines.machine import Machine, Process
@@ -55,22 +51,19 @@ class Done(NamedTuple):
 
 
 class HarborShell:
-    """`cwd` is where commands begin; all paths are those that Harbor uses."""
+    """`cwd` is where commands begin."""
 
-    def __init__(self, machine: Machine, moved: Mapping[str, str], cwd: str) -> None:
+    def __init__(self, machine: Machine, cwd: str) -> None:
         self.machine = machine
-        self._moved = moved
         self._cwd = cwd
         self._numbers = itertools.count(1)
         self._keeper: Process | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the keeper, and make the directories that paths are moved to."""
+        """Start the keeper."""
         self._keeper = await self.machine.start(["bash", "-c", _KEEPER])
-        places = sorted(set(self._moved.values()))
-        waiting = f'mkdir -p "$@"; until [ -e {_PLACE}/ready ]; do sleep 0.02; done'
-        await self._run(["sh", "-c", waiting, "sh", *places])
+        await self._run(["sh", "-c", f"until [ -e {_PLACE}/ready ]; do sleep 0.02; done"])
 
     async def exec(
         self, command: str, cwd: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float | None = None
@@ -78,8 +71,8 @@ class HarborShell:
         """TimeoutError: it took longer, and it and its session have been ended. MachineError: the machine has ended."""
         keeper = await self._running_keeper()
         number = str(next(self._numbers))
-        variables = [f"export {name}={shlex.quote(self._text(value))}" for name, value in (env or {}).items()]
-        lines = [*variables, f"cd {shlex.quote(self._text(cwd or self._cwd))} || exit 126", self._text(command)]
+        variables = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]
+        lines = [*variables, f"cd {shlex.quote(cwd or self._cwd)} || exit 126", command]
         script = "\n".join([*lines, ""]).encode("utf-8", "replace")
         slowdown = self.machine.capabilities.slowdown
         try:
@@ -123,28 +116,25 @@ class HarborShell:
         return Done("", _WHY, _KILLED)
 
     async def upload_file(self, source: Path, target: str) -> None:
-        await self.machine.write(self._text(target), rewrite_bytes(source.read_bytes(), self._moved))
+        await self.machine.write(target, source.read_bytes())
         if source.stat().st_mode & 0o100:
-            await self._run(["chmod", "+x", "--", self._text(target)])
+            await self._run(["chmod", "+x", "--", target])
 
     async def upload_dir(self, source: Path, target: str) -> None:
         """Regular files, and directories that have any."""
-        await self._run(["mkdir", "-p", "--", self._text(target)])
+        await self._run(["mkdir", "-p", "--", target])
         for path in sorted(source.rglob("*")):
             if path.is_file():
                 await self.upload_file(path, f"{target.rstrip('/')}/{path.relative_to(source).as_posix()}")
 
     async def download_file(self, source: str, target: Path) -> None:
-        data = await self.machine.read(self._text(source), max_bytes=_LARGEST_FILE)
+        data = await self.machine.read(source, max_bytes=_LARGEST_FILE)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
 
     async def download_dir(self, source: str, target: Path) -> None:
         """The files below a directory. Nothing that a machine packed is written outside of `target`."""
-        await get_tree(self.machine, self._text(source), target)
-
-    def _text(self, text: str) -> str:
-        return rewrite(text, self._moved)
+        await get_tree(self.machine, source, target)
 
     def _limit_s(self) -> float:
         return _SHORT_S * self.machine.capabilities.slowdown

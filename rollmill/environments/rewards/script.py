@@ -139,7 +139,7 @@ class Script(Reward):
                 async with self._verifier(episode, grading) as machine:
                     result = await self._exec(machine, grading, grading.command, grading.env)
                     if isinstance(grading, _RewardFile):
-                        return await self._read_reward(machine, grading, result)
+                        return await self._read_reward(machine, grading.reward_files, result)
                     value, evidence = float(result.exit_code == 0 and result.stopped is None), evidence_of(result)
         except DoesNotFit as error:
             return Grade(0.0, evidence={"unwritable": str(error)}, grader=self.name)
@@ -212,10 +212,10 @@ class Script(Reward):
         )
         return Plan(order, contents(grading.files), grading.isolation)
 
-    async def _read_reward(self, machine: Machine, grading: _RewardFile, result: ExecResult) -> Grade:
+    async def _read_reward(self, machine: Machine, paths: list[str], result: ExecResult) -> Grade:
         """Untrusted: submitted code may have run here. What is no number that can be stored earns nothing."""
         evidence = evidence_of(result)
-        for path in grading.reward_files:
+        for path in paths:
             with contextlib.suppress(OSError):
                 data = await machine.read(path, max_bytes=_MAX_REWARD)
                 try:

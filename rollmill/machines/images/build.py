@@ -18,7 +18,7 @@ from rollmill.machines.images import image as images
 from rollmill.machines.images import layers
 from rollmill.machines.images.image import BUILT_IN, NAME, ImageRecord, LayerRecord, images_directory
 from rollmill.machines.images.oci import take_files
-from rollmill.machines.images.os_layer import build_dockerfile, make_debian, unpacked_root
+from rollmill.machines.images.os_layer import make_debian, unpacked_root
 from rollmill.machines.images.repository import seal
 
 _PYTHON = b"#!/opt/bin/python\n"  # of every machine
@@ -38,10 +38,9 @@ def build_image(
     suite: str | None = None,
     programs: Sequence[str] = (),
     architecture: str | None = None,
-    dockerfile: Path | None = None,
 ) -> ImageRecord:
     """Make an image of a Debian suite with `programs` (its packages), Python requirements, a repository, files of an
-    OCI image or of a Dockerfile's, a directory, or several, and name it. `architecture` is that of the suite.
+    OCI image, a directory, or several, and name it. `architecture` is that of the suite.
 
     Each is a layer of its own, in this order; the same content is kept once.
     """
@@ -67,8 +66,6 @@ def build_image(
         if repository is not None:
             record.commit = seal(repository, commit, place / "repository")
             _add(record, "work", place / "repository")
-        if dockerfile is not None:
-            build_dockerfile(dockerfile, archive := place / "built.tar")
         if archive is not None:
             take_files(archive, inside, place / "archive")
             _add(record, "work", place / "archive")

@@ -1,8 +1,7 @@
-"""Operating systems for images: a Debian suite as a layer, and files of an image that a Dockerfile describes.
+"""Operating systems for images: a Debian suite as a layer.
 
     --suite bookworm       mmdebstrap or debootstrap makes the tree. Its /usr, /bin, /lib … take the place of this
                            host's programs in namespace machines, and are the programs of virtual ones
-    --dockerfile FILE      podman or buildah builds it; files below --inside become files of the work directory
 
 A tree has links, so it is kept as one archive (the layer's only file), and unpacked beside the layers when a machine
 first needs it. Its paths stay inside, devices are left out, and links that lead outside are not followed.
@@ -119,30 +118,6 @@ def python_version(tree: Path) -> tuple[int, int] | None:
 
 def _leads_inside(path: Path, tree: Path) -> bool:
     return path.resolve().is_relative_to(tree.resolve())
-
-
-def build_dockerfile(dockerfile: Path, target: Path) -> None:
-    """Build a Dockerfile into an OCI archive. TaskError: what is missing or failed."""
-    program = shutil.which("podman") or shutil.which("buildah")
-    if program is None:
-        raise TaskError(
-            f"neither podman nor buildah is there: {dockerfile} cannot be built",
-            hint="apt-get install podman; or build it elsewhere, and give the OCI archive with --oci",
-        )
-    if not dockerfile.is_file():
-        raise TaskError(f"{dockerfile} is not a file", hint="--dockerfile names it; its directory is the context")
-    tag = f"localhost/rollmill-build-{os.getpid()}"
-    context = str(dockerfile.resolve().parent)
-    try:
-        if Path(program).name == "podman":
-            _run([program, "build", "--quiet", "--tag", tag, "--file", str(dockerfile), context])
-            _run([program, "save", "--quiet", "--format", "oci-archive", "--output", str(target), tag])
-        else:
-            _run([program, "build", "--quiet", "--tag", tag, "--file", str(dockerfile), context])
-            _run([program, "push", "--quiet", tag, f"oci-archive:{target}"])
-    finally:
-        removal = [program, "rmi", "--force", tag] if Path(program).name == "podman" else [program, "rmi", tag]
-        subprocess.run(removal, capture_output=True, check=False)
 
 
 def unpacked_root(layer: Path, root: Path) -> str:

@@ -304,6 +304,9 @@ class NamespaceMachine(AgentMachine):
             self.capabilities,
             shared_fork=host.limits["shared_forks"],
             network="policy" if host.config.egress else "none",
+            egress=tuple(host.config.egress),
+            memory_mb=host.config.memory_mb,
+            disk_mb=host.config.disk_mb,
             architecture=host.architecture,
             slowdown=host.measured_slowdown or 1.0,
         )

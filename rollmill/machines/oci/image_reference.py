@@ -1,6 +1,7 @@
 """What `image = "oci:…"` names: an image of a registry, a layout directory, or an archive.
 
     oci:REGISTRY/NAME:TAG, oci:REGISTRY/NAME@sha256:…     of a registry; no tag: `latest`
+    oci:localhost/NAME                                    built on this host from a Dockerfile
     oci:PATH, oci:PATH:TAG                                a layout directory, or an archive of one image or several
 
 The first folder decides: with a dot, with a port, or `localhost` it is a registry. Such a directory of this host is

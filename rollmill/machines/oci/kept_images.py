@@ -20,12 +20,14 @@ from pydantic import Field, ValidationError
 from rollmill.config import Config
 from rollmill.errors import TaskError
 from rollmill.machines.oci import documents, unpack_layers
+from rollmill.machines.oci.build_image import Recipe, built
 from rollmill.machines.oci.documents import Configuration, Descriptor, Manifest
 from rollmill.machines.oci.image_reference import PREFIX, Reference, parse
 from rollmill.machines.oci.oci_image import OciImage
 from rollmill.machines.oci.oci_layout import Layout, open_archive
 from rollmill.machines.oci.registry_client import Registry
 
+BUILT_HERE = "localhost"  # the registry in names of images that were built on this host
 _AT_ONCE = 4  # layers that are fetched and unpacked at the same time
 _in_process = threading.Lock()  # the machines of a group ask for the same image at once
 
@@ -57,13 +59,16 @@ class Kept:
     def find(self, image: str) -> OciImage | None:
         """The image that a name leads to, if all of it is here. A tag of a registry leads to what it led to first."""
         reference = parse(image)
+        if reference.digest:
+            found = self._load(self._record(reference.digest))
+            return found if found is not None and self._whole(found) else None
         try:
             name = Name.model_validate_json(self._name(reference).read_bytes())
         except (OSError, ValidationError):
             return None
         if name.seen != _state_of(reference):
             return None
-        found = self._load(self.root / "images" / f"{name.digest.removeprefix('sha256:')}.json")
+        found = self._load(self._record(name.digest))
         return found if found is not None and self._whole(found) else None
 
     def state(self, image: str) -> str:
@@ -88,10 +93,26 @@ class Kept:
             seen = _state_of(reference)
             with self._source(reference) as source:
                 found = self._make(reference, source)
-            self._write(self.root / "images" / f"{found.digest.removeprefix('sha256:')}.json", found)
+            self._write(self._record(found.digest), found)
             name = Name(reference=reference.text, digest=found.digest, seen=seen, looked_up=time.time())
             self._write(self._name(reference), name)
             return found
+
+    def promise(self, image: str, recipe: Recipe) -> None:
+        """Let a name of `localhost` mean what a recipe builds, when it is first needed."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._write(self._recipe(parse(image)), recipe)
+
+    def build(self, image: str, recipe: Recipe) -> OciImage:
+        """Build an image now and name it. If that fails, the name leads to what it led to before."""
+        place = self._recipe(parse(image))
+        before = place.read_bytes() if place.exists() else None
+        self.promise(image, recipe)
+        try:
+            return self.fetch(image)
+        except BaseException:
+            place.unlink() if before is None else place.write_bytes(before)
+            raise
 
     def all(self) -> list[tuple[Name, OciImage | None]]:
         """Every name; None: its image is not whole."""
@@ -99,8 +120,7 @@ class Kept:
         for path in sorted((self.root / "names").glob("*.json")):
             with contextlib.suppress(OSError, ValidationError):
                 name = Name.model_validate_json(path.read_bytes())
-                digest = name.digest.removeprefix("sha256:")
-                found.append((name, self._load(self.root / "images" / f"{digest}.json")))
+                found.append((name, self._load(self._record(name.digest))))
         return found
 
     def remove(self, image: str) -> int:
@@ -110,6 +130,7 @@ class Kept:
             raise TaskError(f"there is no image {image!r}", hint="`rollmill images list` shows them")
         with self._locked(fcntl.LOCK_EX):
             place.unlink(missing_ok=True)
+            self._recipe(parse(image)).unlink(missing_ok=True)
             return self._collect()
 
     def collect(self) -> int:
@@ -143,7 +164,7 @@ class Kept:
 
     def _make(self, reference: Reference, source: Source) -> OciImage:
         what = f"{PREFIX}{reference.text}"
-        chosen = source.manifest(reference.tag)
+        chosen = source.manifest("" if reference.registry == BUILT_HERE else reference.tag)
         manifest = documents.read(Manifest, source.document(chosen), f"the manifest of {what}")
         if len(manifest.layers) > documents.MOST_LAYERS:
             raise TaskError(
@@ -216,7 +237,10 @@ class Kept:
 
     @contextlib.contextmanager
     def _source(self, reference: Reference) -> Iterator[Source]:
-        if reference.path is None:
+        if reference.registry == BUILT_HERE:
+            with built(self._load_recipe(reference)) as layout:
+                yield layout
+        elif reference.path is None:
             with Registry(reference, self.root / "blobs" / "sha256") as registry:
                 yield registry
         elif reference.path.is_file():
@@ -242,6 +266,21 @@ class Kept:
             return OciImage.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
             return None
+
+    def _record(self, digest: str) -> Path:
+        return self.root / "images" / f"{digest.removeprefix('sha256:')}.json"
+
+    def _recipe(self, reference: Reference) -> Path:
+        return self.root / "recipes" / self._name(reference).name
+
+    def _load_recipe(self, reference: Reference) -> Recipe:
+        try:
+            return Recipe.model_validate_json(self._recipe(reference).read_bytes())
+        except (OSError, ValidationError):
+            raise TaskError(
+                f"the image '{PREFIX}{reference.text}' was not built on this host",
+                hint="`rollmill images build NAME --dockerfile F --context D` builds oci:localhost/NAME",
+            ) from None
 
     def _write(self, path: Path, record: Config) -> None:
         path.parent.mkdir(exist_ok=True)

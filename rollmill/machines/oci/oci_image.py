@@ -5,6 +5,7 @@ Kept below `images_directory()`, shared by all images that have a layer in commo
     oci/trees/DIFF_ID/          one unpacked layer, as an overlay takes it (unpack_layers.py)
     oci/images/DIGEST.json      an OciImage, by the digest of its manifest; written last
     oci/names/HASH.json         which digest a name led to, when it was looked up
+    oci/recipes/HASH.json       what a name of `localhost` is built from (build_image.py)
     oci/blobs/sha256/DIGEST     manifests, configurations and layers of registries, each verified; a layer only until it
                                 is unpacked
 

@@ -197,7 +197,13 @@ class QemuMachine(AgentMachine):
         self._begun = begun
         self._ruined = vm.ended  # its state could not be loaded
         self._proven = not vm.template
-        self.capabilities = replace(capabilities, network="policy" if host.config.egress else "none")
+        self.capabilities = replace(
+            capabilities,
+            network="policy" if host.config.egress else "none",
+            egress=tuple(host.config.egress),
+            memory_mb=host.config.memory_mb,
+            disk_mb=host.config.disk_mb,
+        )
         self.vm = vm
         self._host = host
         self._image = image.name

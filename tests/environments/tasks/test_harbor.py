@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.rewards.script import Script
-from rollmill.environments.task import WholeDiff
+from rollmill.environments.rewards.harbor import HarborReward
+from rollmill.environments.task import Needs
+from rollmill.environments.task_machine import create_machine
 from rollmill.environments.tasks.harbor import HarborConfig, HarborTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
-from rollmill.machines.namespace.client import NamespaceHost
+from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost
+from rollmill.machines.oci.build_image import BuildConfig
 from rollmill.rollouts.check_task import check_task
+from tests.machines.conftest import start_host
+from tests.machines.oci.conftest import busybox, images  # noqa: F401
+from tests.machines.oci.making import busybox_layer, entry, tar_of, write_layout
+from tests.machines.oci.test_registry import push, registry
 
-IMAGES = {"python:3.12-slim": "host-python"}
 TOML = """version = "1.0"
 [metadata]
 difficulty = "easy"
@@ -95,31 +104,102 @@ def terminal_bench(root: Path, name: str = "count-again") -> Path:
     return root / name
 
 
-def load(root: Path, images: dict[str, str] = IMAGES) -> HarborTasks:
-    return HarborTasks(HarborConfig(path=str(root), images=images))  # type: ignore[arg-type]
+def load(root: Path, build: BuildConfig | None = None) -> HarborTasks:
+    return HarborTasks(HarborConfig(path=str(root), build=build or BuildConfig()))  # type: ignore[arg-type]
 
 
-def test_a_harbor_task(tmp_path: Path) -> None:
-    harbor(tmp_path)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def large() -> AsyncIterator[NamespaceHost]:
+    host = await start_host(NamespaceConfig(memory_mb=2048, disk_mb=10240))
+    yield host
+    await host.close()
+
+
+@pytest.fixture(autouse=True)
+def own_images(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path_factory.mktemp("kept")
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(place))
+    return place
+
+
+def test_a_harbor_task_as_it_is(tmp_path: Path, own_images: Path) -> None:
+    folder = harbor(tmp_path)
     task = load(tmp_path).get("count-words")
-    assert task.instruction == "Count the words of /work/data/words.txt into /work/result.txt."
-    assert task.files == {"data/words.txt": b"one two three", "lib/a.py": b"A = 1\n"}
-    assert isinstance(task.submission, WholeDiff) and task.image == "host-python" and task.timeout_s == 90.0
+    assert task.instruction == "Count the words of /app/data/words.txt into /app/result.txt."
+    assert task.files == {} and task.submission == () and task.timeout_s == 90.0
     assert task.family == "programming" and task.tags == {"difficulty": "easy", "category": "programming"}
-    assert task.grading["timeout_s"] == 120.0 and task.grading["env"] == {"ANSWERS": "/tmp/tests/data"}
-    assert "/tmp/logs/verifier/reward.txt" in task.grading["files"]["/tmp/tests/test.sh"]
-    assert task.reference_command == ["bash", "/tmp/solution/solve.sh"]
+    assert task.grading["timeout_s"] == 120.0 and task.grading["env"] == {"ANSWERS": "/tests/data"}
+    assert task.grading["files"]["/tests/test.sh"] == TEST
+    assert task.reference_command[-1] == "chmod +x /solution/solve.sh; exec /solution/solve.sh"
+    assert task.needs == Needs(file=str(folder / "task.toml"), cpus=1, memory_mb=2048, network=())
+    assert task.image.startswith("oci:localhost/task/count-words:")
+    assert load(tmp_path).get("count-words").image == task.image
+    (folder / "environment" / "words.txt").chmod(0o755)
+    assert load(tmp_path).get("count-words").image != task.image, "another context is another image"
 
 
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuildConfig]:
+    """A registry whose names are those of others, and whose images are stand-ins: Debian's busybox."""
+    if not all(map(shutil.which, ("buildah", "docker-registry", "skopeo"))):
+        pytest.skip("buildah, docker-registry and skopeo are not installed")
+    place = tmp_path_factory.mktemp("stand-ins")
+    own = [entry("usr/bin/bash", b'#!/bin/sh\nexec sh "$@"\n', mode=0o755), entry("home/agent/", uid=1000, gid=1000)]
+    own += [entry("etc/passwd", b"root:x:0:0::/root:/bin/sh\nagent:x:1000:1000::/home/agent:/bin/sh\n")]
+    layout = write_layout(place / "layout", [busybox_layer(place), tar_of(own)])
+    with registry(place / "registry") as host:
+        for name in ("python:3.12-slim", "ubuntu:24.04"):
+            push(layout, host, f"docker.io/library/{name}")
+        yield BuildConfig(mirrors={"docker.io": f"{host}/docker.io"})
+
+
+SEPARATE = """artifacts = ["/app/out"]
+[verifier]
+environment_mode = "separate"
+[environment]
+network_mode = "no-network"
+[environment.healthcheck]
+command = "test -e /app/ready"
+interval_sec = 0.1
+"""
+
+
+def folders_of_all_kinds(root: Path) -> None:
+    changes = {"environment__Dockerfile": DOCKERFILE.replace("apt-get", "true")}
+    elsewhere = "wc -w < /app/data/words.txt > /app/result.txt; echo there > /etc/deep; rm /etc/passwd\n"
+    test = TEST.replace("cd /app", "cd /app; [ ! -e /etc/passwd ] && [ -e /etc/deep ] && [ ! -e /solution ] || exit 1")
+    harbor(root, solution__more_sh=elsewhere + "rm -r /solution\n", tests__test_sh=test, **changes)
+    apart = "#!/bin/sh\n[ ! -e /etc/deep ] && grep -q 3 out/count && r=1; echo ${r:-0} > /logs/verifier/reward.txt\n"
+    solve = "#!/bin/bash\nmkdir -p /app/out; echo 3 > /app/out/count; echo > /etc/deep\n"
+    harbor(
+        root, "apart", task_toml=SEPARATE, solution__solve_sh=solve, tests__test_sh=apart,
+        environment__Dockerfile="FROM ubuntu:24.04\nWORKDIR /app\nRUN touch ready\n",
+    )  # fmt: skip
+    again = terminal_bench(root)
+    (again / "run-tests.sh").write_text("#!/bin/bash\ngrep -qx 4 $TEST_DIR/../app/result.txt\n")
+
+
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
-async def test_both_formats_are_checked_on_real_machines(tmp_path: Path, host: NamespaceHost) -> None:
-    harbor(tmp_path)
-    terminal_bench(tmp_path)
-    tasks = load(tmp_path)
-    assert not tasks.problems
+async def test_folders_are_built_and_checked_on_real_machines(
+    tmp_path: Path, large: NamespaceHost, stand_ins: BuildConfig
+) -> None:
+    folders_of_all_kinds(tmp_path)
+    tasks = load(tmp_path, stand_ins)
+    assert not tasks.problems and len(tasks.tasks) == 3
     for task in tasks.tasks.values():
-        checked = await check_task(task, host, Script())
+        checked = await check_task(task, large, HarborReward(), repeat=1)
         assert (checked.reference, checked.nothing, checked.problems) == (1.0, 0.0, ()), checked
+    for needs, why in (
+        (
+            Needs("t/task.toml", memory_mb=1 << 20, network=()),
+            r"t/task.toml: environment.memory_mb is 1.04858e\+06, and its machine has",
+        ),
+        (Needs("t/task.toml", network=("a.example",)), "environment.network_mode and allowed_hosts: a.example"),
+        (Needs("t/task.toml", health="exit 3"), "environment.healthcheck.command failed 1 times"),
+    ):
+        with pytest.raises(TaskError, match=why):
+            await create_machine(large, replace(tasks.get("apart"), needs=needs))
 
 
 # the layout and the keys that Harbor's documentation shows, in both versions of its schema
@@ -190,11 +270,11 @@ EDITOR = "vi"
 }
 HELLO = {
     "instruction.md": "# Greeting\n\nCreate the file `/app/hello.txt` with the greeting.\n",
-    "environment/Dockerfile": "FROM ubuntu:24.04\n\nWORKDIR /app\n",
+    "environment/Dockerfile": "FROM ubuntu:24.04\n\nWORKDIR /app\nRUN chmod 777 /app\n",
     "solution/solve.sh": '#!/bin/bash\n\necho "$GREETING" > /app/hello.txt\n',
     "tests/test.sh": """#!/bin/bash
 
-python3 /tests/test_outputs.py
+grep -qx "$EXPECTED" /app/hello.txt
 
 if [ $? -eq 0 ]; then
   echo 1 > /logs/verifier/reward.txt
@@ -202,34 +282,33 @@ else
   echo 0 > /logs/verifier/reward.txt
 fi
 """,
-    "tests/test_outputs.py": 'import os\n\nassert open("/app/hello.txt").read().strip() == os.environ["EXPECTED"]\n',
 }
 
 
-@pytest.mark.parametrize("toml", DOCUMENTED.values(), ids=DOCUMENTED)
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_task_as_the_documentation_describes_it(tmp_path: Path, host: NamespaceHost, toml: str) -> None:
-    write(tmp_path / "hello-world", {"task.toml": toml, **HELLO})
-    tasks = load(tmp_path, {"ubuntu:24.04": "host-python"})
+async def test_a_task_as_the_documentation_describes_it(
+    tmp_path: Path, large: NamespaceHost, stand_ins: BuildConfig
+) -> None:
+    for name, toml in DOCUMENTED.items():
+        write(tmp_path / name, {"task.toml": toml, **HELLO})
+    tasks = load(tmp_path, stand_ins)
     assert not tasks.problems
-    task = tasks.get("hello-world")
-    assert task.instruction == "# Greeting\n\nCreate the file `/work/hello.txt` with the greeting."
-    assert task.family == "programming" and task.timeout_s == 120.0
-    checked = await check_task(task, host, Script())
-    assert (checked.reference, checked.nothing, checked.problems) == (1.0, 0.0, ()), checked
+    for task in tasks.tasks.values():
+        assert task.instruction == "# Greeting\n\nCreate the file `/app/hello.txt` with the greeting."
+        assert task.family == "programming" and task.timeout_s == 120.0
+        checked = await check_task(task, large, HarborReward(), repeat=1)
+        assert (checked.reference, checked.nothing, checked.problems) == (1.0, 0.0, ()), checked
 
 
 @pytest.mark.parametrize(
     ("written", "value", "parts"),
     [
-        ("echo 0.5 > /logs/verifier/reward.txt", 0.5, {}),
         ("echo .25 > /logs/verifier/reward.txt", 0.25, {}),
         ("""echo '{"reward": 0.75, "style": 1}' > /logs/verifier/reward.json""", 0.75, {"reward": 0.75, "style": 1.0}),
         ("""echo '{"a": 1, "b": 0}' > /logs/verifier/reward.json""", 0.5, {"a": 1.0, "b": 0.0}),
         ("echo NaN > /logs/verifier/reward.txt", 0.0, {}),
         ("echo 1e308 > /logs/verifier/reward.txt", 0.0, {}),  # what cannot be stored would leave it without a reward
-        ("""echo '{"a": 1.7e308, "b": 1.7e308}' > /logs/verifier/reward.json""", 0.0, {}),
-        ("echo '[1]' > /logs/verifier/reward.txt", 0.0, {}),
         ("ln -s /dev/zero /logs/verifier/reward.txt", 0.0, {}),
         ("rm -r /logs", 0.0, {}),
         ("sleep 1000", 0.0, {}),
@@ -237,31 +316,30 @@ async def test_a_task_as_the_documentation_describes_it(tmp_path: Path, host: Na
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_reward_file_decides(
-    tmp_path: Path, host: NamespaceHost, written: str, value: float, parts: dict[str, float]
-) -> None:
+    tmp_path: Path, host: NamespaceHost, busybox: str, monkeypatch: pytest.MonkeyPatch, images: Path,  # noqa: F811
+    written: str, value: float, parts: dict[str, float],
+) -> None:  # fmt: skip
     toml = TOML.replace("timeout_sec = 120.0", "timeout_sec = 1.0")
-    harbor(tmp_path, tests__test_sh=f"#!/bin/bash\n{written}\n", task_toml=toml)
-    task = load(tmp_path).get("count-words")
-    reward = await Script().grade(Episode(task, {}, host))
+    harbor(tmp_path, tests__test_sh=f"#!/bin/sh\n{written}\n", task_toml=toml)
+    task = replace(load(tmp_path).get("count-words"), image=busybox, needs=None)
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(images))
+    machine = await create_machine(host, task)
+    state = await machine.snapshot()
+    await machine.close()
+    reward = await HarborReward().grade(Episode(task, {}, host, final_state=state))
     assert (reward.value, reward.parts) == (value, parts), reward
     if value == 0.0:
         assert "no_reward" in reward.evidence
 
 
 MALFORMED = {
-    "an unmapped image": ({"environment__Dockerfile": "FROM ubuntu:24.04\n"}, "'ubuntu:24.04', which is mapped to no"),
-    "files elsewhere": (
-        {"environment__Dockerfile": "FROM python:3.12-slim\nWORKDIR /app\nCOPY words.txt /etc/words\n"},
-        "copies files to /etc/words",
-    ),
-    "a missing file": (
-        {"environment__Dockerfile": "FROM python:3.12-slim\nCOPY nothing /app/\n"},
-        "there is no 'nothing' to copy",
-    ),
     "no tests": ({"tests__test_sh": None}, "tests/test.sh: there is none"),
     "no TOML": ({"task_toml": "[verifier\n"}, "task.toml: not valid TOML"),
     "a wrong limit": ({"task_toml": "[verifier]\ntimeout_sec = -1\n"}, "verifier.timeout_sec"),
-    "no environment": ({"environment__Dockerfile": None}, "docker-compose"),
+    "no environment": ({"environment__Dockerfile": None}, "or `docker_image` in [environment]"),
+    "several containers": ({"environment__docker-compose.yaml": "services:\n"}, "environment/docker-compose.yaml: it"),
+    "a GPU": ({"task_toml": "[environment]\ngpus = 1\n"}, "task.toml: environment.gpus asks for"),
+    "a secret": ({"task_toml": "[environment.env]\nKEY = '${KEY}'\n"}, "environment.env asks for ${KEY} of this host"),
 }
 
 
@@ -274,18 +352,6 @@ def test_a_malformed_task_is_named_and_the_rest_loads(tmp_path: Path, changes: d
     assert list(tasks.tasks) == ["count-words"]
     assert f"{tmp_path}/broken: " in tasks.problems[0] and why in tasks.problems[0], tasks.problems
     assert "it has no task.toml and no task.yaml" in tasks.problems[1]
-
-
-def test_an_image_of_its_own_and_a_prebuilt_image(tmp_path: Path) -> None:
-    odd = "FROM ubuntu:24.04\nWORKDIR /srv/app\nCOPY words.txt /etc/words\nCOPY . .\n"
-    harbor(tmp_path, environment__Dockerfile=odd)
-    task = load(tmp_path, {"count-words": "own"}).get("count-words")
-    assert task.image == "own" and set(task.files) == {"words.txt", "lib/a.py"}
-    other = harbor(tmp_path, "prebuilt", environment__Dockerfile=None)
-    (other / "environment" / "words.txt").unlink()
-    (other / "task.toml").write_text(TOML + 'docker_image = "acme/words:1"\n')
-    task = load(tmp_path, {**IMAGES, "acme/words:1": "words", "count-words": "own"}).get("prebuilt")
-    assert task.image == "words" and task.files == {}
 
 
 def test_a_directory_without_tasks(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from rollmill.machines.qemu.host import QemuConfig, QemuHost, _check_room
 from rollmill.machines.qemu.parts import ARCHITECTURES, Parts, find_parts
 from rollmill.storage.objects import Objects
 from tests.machines.conftest import start_host
-from tests.machines.images.test_layers import write_layout
 
 PROGRAMS = ("sh", "cat", "ls", "tar", "echo", "mkdir", "env", "true")
 
@@ -284,41 +283,13 @@ def test_an_operating_system_of_a_store_must_be_trusted(tmp_path: Path, monkeypa
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /app/\n")
     for name in ("a b", "--help", "", "../x"):
         with pytest.raises(TaskError, match="no name of a Debian suite"):
             build_image("own", suite=name)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TaskError, match="mmdebstrap"):
         build_image("own", suite="bookworm")
-    with pytest.raises(TaskError, match="podman"):
-        build_image("own", dockerfile=tmp_path / "Dockerfile")
     assert images.built_names() == []
-    # a stand-in for podman, which is not installed everywhere: it says what it was asked for, and fails
-    (tmp_path / "podman").write_text('#!/bin/sh\necho "asked for: $*" >&2; exit 7\n')
-    (tmp_path / "podman").chmod(0o755)
-    with pytest.raises(TaskError, match=r"exit code 7: asked for: build --quiet --tag .* --file .*/Dockerfile"):
-        build_image("own", dockerfile=tmp_path / "Dockerfile")
-
-
-async def test_a_dockerfile_becomes_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for podman, which is not installed everywhere. It builds nothing, but saves a real OCI archive."""
-    layout = write_layout(tmp_path / "layout", [{"app/main.py": b"print(1)", "etc/passwd": b""}, {"app/main.py": b"2"}])
-    with tarfile.open(tmp_path / "saved.tar", "w") as archive:
-        archive.add(layout, ".")
-    (tmp_path / "context").mkdir()
-    (tmp_path / "context/Dockerfile").write_text("FROM scratch\nCOPY main.py /app/\n")
-    podman = tmp_path / "podman"
-    save = f'while [ "$1" != --output ]; do shift; done; /bin/cp {tmp_path}/saved.tar "$2"'
-    podman.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\nif [ "$1" = save ]; then {save}; fi\n')
-    podman.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    record = build_image("app", dockerfile=tmp_path / "context/Dockerfile", inside="/app")
-    build, save, remove = (tmp_path / "asked").read_text().splitlines()
-    tag = build.split()[3]
-    assert build.startswith("build --quiet --tag ") and build.endswith(f"/Dockerfile {tmp_path / 'context'}")
-    assert save.startswith("save ") and save.endswith(f" {tag}") and remove == f"rmi --force {tag}"
-    assert images.load_image("app", None).files == {"main.py": b"2"} and record.layers
 
 
 @pytest.mark.slow
