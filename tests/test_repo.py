@@ -152,7 +152,7 @@ FOLDERS = {
 # A new pair needs another name: whoever reads it in an import or a traceback should know which one is meant.
 TWICE = frozenset(
     """
-    app choice client config dispatcher engine environment files generation hermes host jsonl kind launch loops
+    app choice client config dispatcher engine environment files generation harbor hermes host jsonl kind launch loops
     machine ports sampler services shell streams tokenizer
     """.split()
 )

@@ -19,69 +19,84 @@ Store = Annotated[
     str, typer.Argument(metavar="STORE", help="a directory, or a URL such as s3://BUCKET/PREFIX", show_default=False)
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="the name that tasks give in `image`", show_default=False)]
+Directory = Annotated[
+    Path | None, typer.Option(help="files that are in the work directory of every machine", show_default=False)
+]
+Requirements = Annotated[
+    Path | None, typer.Option(help="a pip requirements file; machines can import what it names", show_default=False)
+]
+Repository = Annotated[
+    Path | None, typer.Option(help="a git repository; its history ends at --commit", show_default=False)
+]
+OciFiles = Annotated[
+    Path | None,
+    typer.Option(help="an OCI layout or archive; its files below --inside are taken", show_default=False),
+]
+Dockerfile = Annotated[
+    Path | None,
+    typer.Option(help="a Dockerfile: buildah builds the image oci:localhost/NAME", show_default=False),
+]
+BuildContext = Annotated[
+    Path | None,
+    typer.Option(help="of the Dockerfile: the files that it copies", show_default="the Dockerfile's directory"),
+]
+EgressNames = Annotated[
+    list[str] | None,
+    typer.Option(help="a name that RUN steps of the Dockerfile may reach by a proxy; repeatable"),
+]
+EgressInside = Annotated[
+    bool, typer.Option("--egress-inside", help="these names may lead to a private network, as to a mirror of it")
+]
+Mirror = Annotated[
+    list[str] | None,
+    typer.Option(help="REGISTRY=PLACE: where its images are fetched instead, for FROM; repeatable"),
+]
+DebianSuite = Annotated[
+    str | None,
+    typer.Option(help="a Debian suite, such as bookworm, instead of this host's programs", show_default=False),
+]
+DebianPackage = Annotated[
+    list[str] | None, typer.Option(help="a Debian package of the suite; repeatable", show_default=False)
+]
+Architecture = Annotated[
+    str | None,
+    typer.Option(help="of the suite: x86_64 or aarch64; others are verified in qemu", show_default="this host's"),
+]
+ServicesFile = Annotated[
+    Path | None,
+    typer.Option(help="a TOML file with [[services]] that run in every machine", show_default=False),
+]
+Checks = Annotated[
+    list[str] | None, typer.Option(help="a shell command that must pass in a machine of the image; repeatable")
+]
+PythonVersion = Annotated[
+    str | None, typer.Option(help="Python version of the packages: must be that of this host", show_default=False)
+]
 
 
 @app.command("build")
 def build(
     name: Name,
-    directory: Annotated[
-        Path | None, typer.Option(help="files that are in the work directory of every machine", show_default=False)
-    ] = None,
-    requirements: Annotated[
-        Path | None, typer.Option(help="a pip requirements file; machines can import what it names", show_default=False)
-    ] = None,
-    repository: Annotated[
-        Path | None, typer.Option(help="a git repository; its history ends at --commit", show_default=False)
-    ] = None,
+    directory: Directory = None,
+    requirements: Requirements = None,
+    repository: Repository = None,
     commit: Annotated[str, typer.Option(help="of the repository: machines see it and its history")] = "HEAD",
-    oci: Annotated[
-        Path | None,
-        typer.Option(help="an OCI layout or archive; its files below --inside are taken", show_default=False),
-    ] = None,
+    oci: OciFiles = None,
     inside: Annotated[str, typer.Option(help="directory of the OCI image, such as /app")] = "/",
-    dockerfile: Annotated[
-        Path | None,
-        typer.Option(help="a Dockerfile: buildah builds the image oci:localhost/NAME", show_default=False),
-    ] = None,
-    context: Annotated[
-        Path | None,
-        typer.Option(help="of the Dockerfile: the files that it copies", show_default="the Dockerfile's directory"),
-    ] = None,
-    egress: Annotated[
-        list[str] | None,
-        typer.Option(help="a name that RUN steps of the Dockerfile may reach by a proxy; repeatable"),
-    ] = None,
-    egress_inside: Annotated[
-        bool, typer.Option("--egress-inside", help="these names may lead to a private network, as to a mirror of it")
-    ] = False,
-    mirror: Annotated[
-        list[str] | None,
-        typer.Option(help="REGISTRY=PLACE: where its images are fetched instead, for FROM; repeatable"),
-    ] = None,
+    dockerfile: Dockerfile = None,
+    context: BuildContext = None,
+    egress: EgressNames = None,
+    egress_inside: EgressInside = False,
+    mirror: Mirror = None,
     timeout: Annotated[float, typer.Option(help="seconds that the Dockerfile may take")] = 1800.0,
     disk_mb: Annotated[int, typer.Option(help="MiB that the Dockerfile may write, its base included")] = 16384,
-    suite: Annotated[
-        str | None,
-        typer.Option(help="a Debian suite, such as bookworm, instead of this host's programs", show_default=False),
-    ] = None,
-    program: Annotated[
-        list[str] | None, typer.Option(help="a Debian package of the suite; repeatable", show_default=False)
-    ] = None,
-    architecture: Annotated[
-        str | None,
-        typer.Option(help="of the suite: x86_64 or aarch64; others are verified in qemu", show_default="this host's"),
-    ] = None,
-    services: Annotated[
-        Path | None,
-        typer.Option(help="a TOML file with [[services]] that run in every machine", show_default=False),
-    ] = None,
-    verify: Annotated[
-        list[str] | None, typer.Option(help="a shell command that must pass in a machine of the image; repeatable")
-    ] = None,
+    suite: DebianSuite = None,
+    program: DebianPackage = None,
+    architecture: Architecture = None,
+    services: ServicesFile = None,
+    verify: Checks = None,
     kind: Annotated[str, typer.Option(help="kind of machine that verifies: namespace or qemu")] = "namespace",
-    python: Annotated[
-        str | None, typer.Option(help="Python version of the packages: must be that of this host", show_default=False)
-    ] = None,
+    python: PythonVersion = None,
 ) -> None:
     """Build an image from requirements, a repository, files of an OCI image, a directory, or several.
 

@@ -24,7 +24,7 @@ from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from rollmill.config import validate_config
 from rollmill.environments.harbor.shell import HarborShell
-from rollmill.environments.tasks.harbor import Environment, promise
+from rollmill.environments.tasks.benchmark_folder import Environment, promise
 from rollmill.kinds import build as build_kind
 from rollmill.machines.machine import MachineHost, MachineSection
 from rollmill.machines.oci.build_image import BuildConfig

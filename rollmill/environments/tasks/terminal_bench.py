@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from rollmill.environments.task import Needs, Task
-from rollmill.environments.tasks.harbor import (
+from rollmill.environments.tasks.benchmark_folder import (
     TERMINAL_BENCH,
     Environment,
     Lenient,
