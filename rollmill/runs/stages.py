@@ -129,10 +129,12 @@ def attempts_begun(run: RunDirectory) -> set[str]:
 
 
 def leave_out(run: RunDirectory, label: str, number: int, why: str) -> None:
-    """Record that an evaluation of `evals.every` has no results and will get none."""
+    """Record that an evaluation of `evals.every` has no results and will get none. Nobody needs its attempts then."""
+    objects = run.objects()
     with contextlib.suppress(ObjectExists):
-        run.objects().create(results_key(run, label), b"[]")
+        objects.create(results_key(run, label), b"[]")
         telemetry.emit("eval_left_out", label=label, version=number, reason=why)
+    objects.delete_all(objects.list(attempts_folder(run, label, number)))
 
 
 def is_recorded(run: RunDirectory, objects: Objects, evaluation: Evaluation, number: int) -> bool:
