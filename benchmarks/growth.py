@@ -2,7 +2,7 @@
 
 Laws of the index and the ledger say what a run asks for all the time, by the trajectories it has. The database is
 SQLite, or the PostgreSQL of `--database URL`, which gets a schema for each size; it is filled with committed steps of
-eight groups of eight. Laws of weights, ranks and engines follow.
+eight groups of eight. Laws of task files, weights, ranks and engines follow.
 
 A slope of 1 is linear, 0 constant, 2 quadratic: it is that of the straight line through the logarithms. Times are CPU
 seconds of this process, the best of three; with `--database` what a client of PostgreSQL waits. tests/test_scale.py
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
+import json
 import math
+import random
 import shutil
 import tempfile
 import time
@@ -27,6 +29,11 @@ import numpy as np
 import sqlalchemy as sa
 
 from benchmarks.output import at_most, finish
+from rollmill.environments.sampler import Draw, Results, Sampler
+from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
+from rollmill.environments.samplers.uniform import Uniform
+from rollmill.environments.tasks.jsonl import JsonlTasks
+from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.feedback.collect import Conversations
 from rollmill.inference.engine_sections import EnginesSection, engine_specs
 from rollmill.storage import tables
@@ -352,6 +359,30 @@ def collect_requests(count: int) -> float:
     return float(sum(requests.count.values()))
 
 
+@functools.cache
+def task_file(count: int) -> JsonlTasks:
+    """Lines of about 300 bytes, in no order of ids, of a hundred families."""
+    path = Path(tempfile.mkdtemp(prefix="growth-")) / "tasks.jsonl"
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    with path.open("w") as file:
+        for number in random.Random(3).sample(range(count), count):
+            line = {"id": f"t{number}", "instruction": "x" * 250, "family": f"f{number % 100}"}
+            file.write(f"{json.dumps(line)}\n")
+    return JsonlTasks(TaskFileConfig(path=str(path)))
+
+
+def choose(kind: str, count: int) -> float:
+    """Of one choice out of 256, with a committed step after every eighth. The first choice of all is not counted."""
+    tasks, results = task_file(count), Results()
+    sampler: Sampler = Uniform() if kind == "uniform" else Frontier(FrontierConfig())
+    sampler.choose(tasks, Draw(0, 7, 0.0, results))
+    start = time.process_time()
+    for index in range(1, 257):
+        task = sampler.choose(tasks, Draw(index, 7, index // 8 / 100, results))
+        results.of(task.id).add(reward=index % 2, solved=False, turns=1, tokens=1)
+    return (time.process_time() - start) / 256 * 1e3
+
+
 INDEX = [
     *(
         Law(name, "trajectories", "ms", SIZES, functools.partial(milliseconds, ask), 0.25)
@@ -361,6 +392,10 @@ INDEX = [
     Law("admit", "groups", "s", (100, 1_000, 10_000, 100_000), admit, 1.1),
     Law("look_at_conversations", "conversations", "ms", (1_000, 10_000, 100_000), collect_conversations, 0.25),
 ]
+TASKS = [
+    Law(f"choose_{kind}", "tasks", "ms", SIZES[1:], functools.partial(choose, kind), 0.25)
+    for kind in ("uniform", "frontier")
+]
 WEIGHTS = [  # linear laws may have a logarithm, and caches fill
     Law("split", "ranks", "s", (100, 1_000, 10_000), split_batch, 1.3),
     Law("plan_parcels", "ranks", "s", (10, 100, 1_000), plan, 1.3),
@@ -369,7 +404,7 @@ WEIGHTS = [  # linear laws may have a logarithm, and caches fill
     Law("read_manifest", "chunks", "s", (1_000, 10_000, 100_000), read_manifest, 1.3),
     Law("collect", "objects", "requests", (1_000, 10_000, 100_000), collect_requests, 0.05),
 ]
-LAWS = [*INDEX, *WEIGHTS]
+LAWS = [*INDEX, *TASKS, *WEIGHTS]
 
 
 def main() -> None:

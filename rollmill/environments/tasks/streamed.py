@@ -1,4 +1,4 @@
-"""StreamedTasks: a file with one task per line, of which only an index is in memory, about 40 bytes per task. One pass
+"""StreamedTasks: a file with one task per line, of which only an index is in memory, 44 bytes per task. One pass
 over the file makes it; a task is read when it is asked for.
 
 The first `CHECKED` lines are read as tasks in this pass, so that a file of the wrong kind is told at once. Of the lines
