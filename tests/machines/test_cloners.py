@@ -165,7 +165,7 @@ async def test_cloners_that_nobody_needs_end(host: NamespaceHost) -> None:
     await asyncio.gather(*(machine.close() for machine in machines))
     assert len(children(host)[0]) >= len(machines), "others may come soon"
     async with asyncio.timeout(30.0):
-        while len(children(host)[0]) > KEPT + SPARE:
+        while len(children(host)[0]) > KEPT + SPARE:  # noqa: ASYNC110  nothing tells of it
             await asyncio.sleep(0.1)
 
 
