@@ -222,6 +222,6 @@ def test_a_split_without_tasks_is_named_before_the_run_begins(tmp_path: Path) ->
     write(tmp_path / "t.jsonl", entry("a"), entry("b", split="heldout"))
     (tmp_path / "run.toml").write_text(DEMO.read_text().replace("rollmill.demo.micro_repos:MicroRepos", "jsonl"))
     settings = ["tasks.path=t.jsonl", "evals.fresh_tasks=0"]
-    with pytest.raises(ConfigError, match=r"no task in the split 'heldout_family', which \[evals\] measures"):
+    with pytest.raises(TaskError, match=r"no tasks in the split 'heldout_family', which \[evals\] measures"):
         check_tasks(load_config(RunConfig, tmp_path / "run.toml", settings))
     check_tasks(load_config(RunConfig, tmp_path / "run.toml", [*settings, "evals.family_tasks=0"]))
