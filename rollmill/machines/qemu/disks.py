@@ -94,7 +94,7 @@ def _write_layers(layers: Sequence[str], file: IO[bytes], owner: tuple[int, int]
 
             archive.add(layer, str(number), filter=dress)
         empty = tarfile.TarInfo("empty")
-        empty.type = tarfile.DIRTYPE
+        empty.type, empty.mode = tarfile.DIRTYPE, 0o755
         archive.addfile(empty)
 
 
