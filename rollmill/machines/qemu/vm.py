@@ -84,6 +84,8 @@ class Vm:
         try:
             memory = ram.create(shape.memory_mb << 20)
         except OSError as error:
+            if disk is not None:
+                os.close(disk)
             raise MachineError(f"a virtual machine did not start: {error}") from None
         vm = cls(shape, launch.start(shape, memory, initramfs.fileno(), disk), memory, disk, template=True)
         try:

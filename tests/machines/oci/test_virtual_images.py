@@ -14,8 +14,8 @@ from rollmill.errors import MachineError, TaskError
 from rollmill.machines.oci.kept_images import Kept
 from rollmill.machines.qemu.host import QemuConfig, QemuHost, QemuMachine
 from tests.machines.oci import test_image_machines
-from tests.machines.oci.making import busybox_layer, entry, link, tar_of, write_layout
-from tests.machines.oci.test_image_machines import sh
+from tests.machines.oci.making import busybox_layer, entry, link, run, tar_of, write_layout
+from tests.machines.oci.test_image_machines import as_root, sh
 from tests.machines.virtual import qemu_host  # noqa: F401
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -96,3 +96,22 @@ async def test_an_image_and_what_is_written_may_be_larger_than_the_memory(tmp_pa
         assert await sh(machine, "wc -c < /copy") == str(size)
     finally:
         await host.close()
+
+
+@as_root
+async def test_a_host_without_room_is_an_infrastructure_failure(
+    tmp_path: Path, busybox: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small").mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=16m", "none", tmp_path / "small")
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "small"))
+    monkeypatch.setattr(QemuMachine, "_grace_s", 5.0)
+    host = QemuHost(QemuConfig(memory_mb=256, disk_mb=64, processes=32))
+    try:
+        machine = await host.create(busybox)
+        with pytest.raises(MachineError, match="the host has no room") as failed:
+            await machine.exec(["dd", "if=/dev/zero", "of=/big", "bs=1M", "count=40", "conv=fsync"], timeout_s=20)
+        assert "ROLLMILL_IMAGES" in str(failed.value.hint)
+    finally:
+        await host.close()
+        run("umount", tmp_path / "small")
