@@ -178,8 +178,10 @@ with open("drawn", "w", 1) as file:
 async def _drawn(machine: QemuMachine) -> dict[str, tuple[float, float]]:
     """The random numbers that a process has drawn, in order: when it began to draw each, and when it had it."""
     result = await machine.exec(["cat", "drawn"], timeout_s=LONG_S, max_output=1 << 24)
+    if result.exit_code != 0:  # it has not begun to write
+        return {}
     lines = [line.split() for line in result.output.decode().split("\n")[:-1]]
-    return {number: (float(began), float(ended)) for began, number, ended in lines if result.exit_code == 0}
+    return {number: (float(began), float(ended)) for began, number, ended in lines}
 
 
 async def test_no_process_of_a_fork_runs_before_it_has_entropy_of_its_own(
