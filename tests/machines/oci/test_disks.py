@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import resource
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,12 @@ def test_a_disk_that_cannot_be_made_leaves_nothing(image: str, tmp_path: Path, m
         disks.image_disk(loaded)
     assert "rollmill machines setup" in str(missing.value.hint) and disks.missing() == ["squashfs-tools", "e2fsprogs"]
     assert [path.name for path in (tmp_path / "images/oci/disks").iterdir()] == [".locks"]
+
+
+def test_where_this_host_kept_no_owners_the_user_of_the_image_has_all_files(image: str) -> None:
+    loaded, buffer = load_oci(image), io.BytesIO()
+    assert loaded.whole is not None
+    disks._write_layers(loaded.whole.layers, buffer, (loaded.whole.user, loaded.whole.group))
+    with tarfile.open(fileobj=io.BytesIO(buffer.getvalue())) as archive:
+        owners = {(each.uid, each.gid) for each in archive if each.name != "empty"}
+    assert owners == {(SHIFT + 7, SHIFT + 8)}
