@@ -59,20 +59,22 @@ def image_disk(image: Image) -> Path:
 
 
 def _make(name: str, layers: Sequence[str], user: int, group: int, target: Path) -> None:
-    command = [_program("sqfstar"), *_UNCOMPRESSED, str(target)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as making:
-        assert making.stdin is not None and making.stderr is not None
-        why = ""
+    command, why = [_program("sqfstar"), *_UNCOMPRESSED, str(target)], ""
+    with tempfile.TemporaryFile() as log:
+        making = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log)
+        assert making.stdin is not None
         try:
-            _write_layers(layers, making.stdin, None if os.geteuid() == 0 else (user, group))
-            making.stdin.close()
+            with making.stdin:
+                _write_layers(layers, making.stdin, None if os.geteuid() == 0 else (user, group))
         except OSError as error:
             why = str(error)
             making.kill()
-        said = making.stderr.read().decode("utf-8", "replace").strip()[-300:]
-    if why or making.returncode != 0:
+        code = making.wait()
+        log.seek(0)
+        said = log.read().decode("utf-8", "replace").strip()[-300:]
+    if why or code != 0:
         raise TaskError(
-            f"the disk of the image {name!r} cannot be made in {target.parent}: {said or why}",
+            f"the disk of the image {name!r} cannot be made in {target.parent}: {said or why or f'exit code {code}'}",
             hint="it needs as much room as the image: free space there, or let $ROLLMILL_IMAGES name another disk",
         )
     target.chmod(0o644)  # QEMU reads it as a user of its own, whom the directory keeps out
@@ -120,25 +122,31 @@ def make_own(place: Path, size_mb: int) -> int:
 
 def copy_own(file: int, place: Path) -> int:
     """A copy of such a disk. MachineError: there is no room for it."""
-    target = -1
+    target = _create(place, os.fstat(file).st_size)
     try:
-        target = _create(place, os.fstat(file).st_size)
         ram.copy_data(file, target)
     except OSError as error:
-        if target >= 0:
-            os.close(target)
-        raise MachineError(
-            f"what a machine has written cannot be copied to {place}: {error.strerror}", hint="is this disk full?"
-        ) from None
+        os.close(target)
+        raise _no_disk(place, error) from None
     return target
 
 
 def _create(place: Path, size: int) -> int:
-    with tempfile.TemporaryFile(dir=place, buffering=0) as nameless:
-        file = os.dup(nameless.fileno())
+    try:
+        with tempfile.TemporaryFile(dir=place, buffering=0) as nameless:
+            file = os.dup(nameless.fileno())
+    except OSError as error:
+        raise _no_disk(place, error) from None
     os.fchmod(file, stat.S_IRUSR | stat.S_IWUSR | stat.S_IROTH | stat.S_IWOTH)  # QEMU opens it as a user of its own
     os.truncate(file, size)
     return file
+
+
+def _no_disk(place: Path, error: OSError) -> MachineError:
+    return MachineError(
+        f"a machine gets no disk for what it writes in {place}: {error.strerror}",
+        hint="free space there, or let $ROLLMILL_IMAGES name another disk",
+    )
 
 
 def _program(name: str) -> str:

@@ -26,7 +26,7 @@ from rollmill.machines.machine import USERS, Capabilities, MachineHost, Snapshot
 from rollmill.machines.qemu import disks, initramfs, ram
 from rollmill.machines.qemu.init import run_loops
 from rollmill.machines.qemu.launch import Accelerator, Shape, why_no_kvm
-from rollmill.machines.qemu.parts import find_parts
+from rollmill.machines.qemu.parts import SETUP, find_parts, has_disks
 from rollmill.machines.qemu.ports import Ports
 from rollmill.machines.qemu.vm import END_S, FROM_OUTSIDE, NoAnswer, Saved, StateRefused, Vm
 
@@ -183,6 +183,8 @@ class QemuHost(MachineHost):
             saved = await vm.save()
         except BaseException as error:
             failure = await vm.failed(error)
+            if image.whole and isinstance(failure, MachineError) and not has_disks(shape.parts):
+                failure.hint = SETUP
             self._running.discard(vm)
             raise failure from error
         self._running.discard(vm)

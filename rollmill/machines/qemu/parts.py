@@ -116,6 +116,11 @@ def find_parts(name: str | None = None, *, disks: bool = False) -> Parts:
     return Parts(arch, program, setpriv, place / "vmlinuz", modules, preload)
 
 
+def has_disks(parts: Parts) -> bool:
+    """Whether modules for disks are there. If not, they are part of the kernel, or an earlier release fetched it."""
+    return any(path.stem in DISK_MODULES for path in parts.modules)
+
+
 def load_order(names: Iterable[str], place: Path) -> tuple[Path, ...]:
     """The modules among `names` that are files in `place`, each after those that it needs. The order changes with the
     kernel: between two updates of Debian 12, virtio and virtio_ring changed places."""

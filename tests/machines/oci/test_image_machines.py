@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import TaskError
+from rollmill.machines.machine import Machine
 from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.machines.oci.kept_images import Kept
 from tests.machines.conftest import BARE, start_host
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has user ids to give")
 
 
-async def sh(machine: NamespaceMachine, command: str, *, user: str | None = None) -> str:
+async def sh(machine: Machine, command: str, *, user: str | None = None) -> str:
     result = await machine.exec(["sh", "-c", command], user=user, timeout_s=120.0)
     assert result.exit_code == 0, result
     return result.output.decode().strip()

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines.oci.kept_images import Kept
+from rollmill.machines.qemu import parts
 from rollmill.machines.qemu.host import QemuConfig, QemuHost, QemuMachine
 from tests.machines.oci import test_image_machines
 from tests.machines.oci.making import busybox_layer, entry, link, run, tar_of, write_layout
@@ -83,6 +84,17 @@ async def test_an_image_that_cannot_be_a_root_says_why(host: QemuHost, tmp_path:
     layer = tar_of([entry("fake/"), link("proc", "fake")])
     with pytest.raises(MachineError, match="the image has no directory /proc"):
         await host.create(f"oci:{write_layout(tmp_path / 'layout', [layer])}")
+
+
+async def test_a_kernel_that_was_fetched_without_modules_for_disks_has_a_remedy(
+    busybox: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "DISK_MODULES", ())
+    host = QemuHost(QemuConfig(memory_mb=256, disk_mb=16, accelerator="tcg"))
+    with pytest.raises(MachineError, match="a virtual machine did not start") as failed:
+        await host.create(busybox)
+    assert failed.value.hint == parts.SETUP
+    await host.close()
 
 
 async def test_an_image_and_what_is_written_may_be_larger_than_the_memory(tmp_path: Path, images: Path) -> None:
