@@ -432,17 +432,6 @@ def _prepare_process() -> None:
     os.close(nothing)
 
 
-def _live_in_image(image: image_root.ImageRoot) -> None:
-    """Machines will have the root of an image: nothing may be imported from there, and their commands get its
-    variables."""
-    import tarfile  # noqa: F401  for snapshots
-
-    sys.path.clear()
-    sys.path_importer_cache.clear()
-    os.environ.clear()
-    os.environ.update(image.environment)
-
-
 def _hint(facts: dict[str, Any]) -> str | None:
     if facts["image"] is None:
         return None
@@ -468,7 +457,7 @@ def main(state: str) -> None:
         sys.path.append(layout.PACKAGES)
         os.environ["PYTHONPATH"] = layout.PACKAGES
     if host.image is not None:
-        _live_in_image(host.image)
+        image_root.live_in(host.image)
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
         del sys.modules[name]  # programs in the machines must not find these modules
     # machines are copies of this process, so its garbage would be copied into each of them
