@@ -43,7 +43,8 @@ class AgentMachineConfig(Config):
         default=4096,
         ge=1,
         description="Size of a machine's work directory in MiB, as far as `memory_mb` lasts; /tmp may take as much "
-        "again. A machine that has forked and its forks may each write as much again beside the files that they share.",
+        "again. A machine that has forked and its forks may each write as much again beside the files that they share. "
+        "Of an OCI image: of all that a machine writes; in a virtual machine it is on a disk and not in memory.",
     )
     processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
     open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")

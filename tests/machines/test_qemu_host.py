@@ -83,7 +83,7 @@ class StandInQemu:
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInQemu:
     stand_in = StandInQemu(tmp_path)
-    monkeypatch.setattr(hosts, "find_parts", lambda architecture: stand_in.parts)
+    monkeypatch.setattr(hosts, "find_parts", lambda architecture, disks: stand_in.parts)
     monkeypatch.setattr(initramfs, "build", lambda *_, **__: 0)
     monkeypatch.setattr(launch, "_may_use", lambda user: False)  # another user could not write into tmp_path
     return stand_in

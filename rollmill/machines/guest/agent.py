@@ -80,6 +80,7 @@ class Limits(NamedTuple):
     own_kernel: bool = False
     emulation: str | None = None  # the rule by which the kernel starts the emulator of the machine's programs
     image: image_root.ImageRoot | None = None  # what the machine's root is made of, if it is an OCI image
+    disk_device: str | None = None  # what such a machine writes to; None: memory
 
     def confinement(self) -> command.Confinement:
         wanted = {
@@ -146,7 +147,8 @@ class Plan(NamedTuple):
         if limits.image is None:
             return plan
         most = max(_FILES, limits.memory // _BYTES_PER_FILE if limits.memory_counted else 0)
-        stage = image_root.Stage.of(limits.image, ranges=limits.own_user, disk=limits.disk, files=most)
+        room: dict[str, Any] = {"disk": limits.disk, "files": most, "device": limits.disk_device}
+        stage = image_root.Stage.of(limits.image, ranges=limits.own_user, **room)
         return plan._replace(image=stage, mounts=mounts[-2:])
 
 
@@ -324,7 +326,9 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog, opened: image_root.O
         try:
             if header["op"] == "exec":
                 order = _order(header, body)
-                made, ready = ready, None
+                made = None
+                if plan.image is None or order.user != command.ROOT:  # root of an image cannot be chosen later
+                    made, ready = ready, None
                 end, meanwhile = processes.end_command, processes.take_output
                 reply, data = command.run(order, confinement, connection, watchdog, end, meanwhile, made)
             elif header["op"] == "start":

@@ -1,6 +1,7 @@
 """The root file system of a machine that is an OCI image: an overlay of the image's layers, with a layer of its own.
 
-    /           the layers of the image, read-only, and above them what the machine has written (in memory)
+    /           the layers of the image, read-only, and above them what the machine has written: in memory, or in a
+                virtual machine on a disk
     /dev /sys   as in every machine; /proc and /dev/pts are the machine's own
     /work       a link to the image's WORKDIR, where that is not /work itself
 
@@ -25,6 +26,7 @@ import os
 import resource
 import signal
 import stat
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,14 +80,17 @@ class Stage(NamedTuple):
 
     root: ImageRoot
     shift: int  # 0: there is only one user
-    upper: str  # options of the file system for what the machine writes
+    upper: tuple[str, str, str]  # source, kind and options of the file system for what the machine writes
     overlay: str
 
     @classmethod
-    def of(cls, root: ImageRoot, *, ranges: bool, disk: int, files: int) -> Stage:
+    def of(cls, root: ImageRoot, *, ranges: bool, disk: int, files: int, device: str | None) -> Stage:
+        """`device`: a disk for what the machine writes; None: it is in memory, up to `disk` bytes in `files` files."""
         lower = ":".join(f"{layout.LAYERS}/{number}" for number in reversed(range(len(root.layers))))
         where = f"lowerdir={lower}:{layout.LAYERS}/empty,upperdir={_UPPER},workdir={_SCRATCH}"
-        upper = f"size={disk},nr_inodes={files},mode=700"
+        upper = ("tmpfs", "tmpfs", f"size={disk},nr_inodes={files},mode=700")
+        if device is not None:
+            upper = (device, "ext4", "noinit_itable,errors=continue")
         return cls(root, SHIFT if ranges else 0, upper, f"{where},{_OPTIONS}")
 
     @contextlib.contextmanager
@@ -118,7 +123,8 @@ def enter(stage: Stage, mounts: tuple[tuple[str, str, str | None, int, str], ...
 
     `mounts` are arguments of kernel.mount, for file systems that are mounted in the image.
     """
-    kernel.mount("tmpfs", _STAGE, "tmpfs", _FLAGS, stage.upper)
+    source, its_kind, its_options = stage.upper
+    kernel.mount(source, _STAGE, its_kind, _FLAGS, its_options)
     for path in (_UPPER, _SCRATCH, _OUTPUTS):
         os.mkdir(path, 0o755)
     if stage.shift:
@@ -142,6 +148,17 @@ def enter(stage: Stage, mounts: tuple[tuple[str, str, str | None, int, str], ...
     os.chdir("/")
     _furnish(stage)
     return files
+
+
+def live_in(root: ImageRoot) -> None:
+    """In the process whose copies become machines: nothing may be imported from the image, and commands get its
+    variables."""
+    import tarfile  # noqa: F401  for snapshots and directories
+
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+    os.environ.clear()
+    os.environ.update(root.environment)
 
 
 def _make_directory(path: str, mode: int, owner: int) -> None:

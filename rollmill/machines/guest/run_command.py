@@ -162,6 +162,8 @@ def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoR
         os.dup2(writing, 1)
         os.dup2(writing, 2)
         os.dup2(waiting, 3, inheritable=False)
+        if confinement.identity.rights is not None:
+            kernel.enter_users(USERS)
         kernel.close_from(4)
         os.setsid()
         _confine(confinement)

@@ -299,6 +299,10 @@ class Kept:
         for path in sorted(self.trees.glob("*")) if self.trees.is_dir() else ():
             if path.name != ".locks" and path.name.removesuffix(".bytes") not in used:
                 freed += unpack_layers.remove_tree(path)
+        for path in (self.root / "disks").glob("*"):
+            if path.is_file() and path.stem not in named:
+                freed += path.stat().st_size
+                path.unlink()
         for path in [*self.root.glob(".archive-*"), self.root / "blobs"]:
             shutil.rmtree(path, ignore_errors=True)
         return freed

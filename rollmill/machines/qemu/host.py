@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import inspect
 import os
 import platform
 import socket
@@ -21,13 +20,13 @@ from pydantic import Field
 from rollmill.errors import MachineError, TaskError
 from rollmill.machines.agent_machine import AgentMachine, AgentMachineConfig, Ended
 from rollmill.machines.images import services
-from rollmill.machines.images.image import Image, obtain_image
+from rollmill.machines.images.image import Image, hold_images, obtain_image
 from rollmill.machines.images.os_layer import python_version
 from rollmill.machines.machine import USERS, Capabilities, MachineHost, Snapshot
-from rollmill.machines.oci.image_reference import is_oci
-from rollmill.machines.qemu import initramfs, ram
+from rollmill.machines.qemu import disks, initramfs, ram
+from rollmill.machines.qemu.init import run_loops
 from rollmill.machines.qemu.launch import Accelerator, Shape, why_no_kvm
-from rollmill.machines.qemu.parts import find_parts
+from rollmill.machines.qemu.parts import SETUP, find_parts, has_disks
 from rollmill.machines.qemu.ports import Ports
 from rollmill.machines.qemu.vm import END_S, FROM_OUTSIDE, NoAnswer, Saved, StateRefused, Vm
 
@@ -41,7 +40,10 @@ _MEASUREMENTS, _LOOPS = 3, 2  # of the slowdown
 
 class QemuConfig(AgentMachineConfig):
     memory_mb: int = Field(
-        default=2048, ge=192, description="Memory of one machine in MiB, for its kernel, processes and files together."
+        default=2048,
+        ge=192,
+        description="Memory of one machine in MiB, for its kernel, processes and files together. Of an OCI image the "
+        "files are on disks.",
     )
     accelerator: Accelerator | None = Field(
         None,
@@ -67,16 +69,17 @@ class QemuHost(MachineHost):
 
     def __init__(self, config: QemuConfig | None = None) -> None:
         self.config = config or QemuConfig()
-        # by packages, operating system and services
+        # by packages, operating system, and services or OCI image
         self._templates: dict[tuple[str | None, str | None, str | None], asyncio.Task[Template]] = {}
         self._running: set[Vm] = set()
+        self._holding: int | None = None  # an open file, while machines use an OCI image
         self.why_no_kvm: str | None = None  # it is not tried again for the next template
         self._starting = asyncio.Semaphore(os.cpu_count() or 1)  # more at once only slow each other down
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> QemuMachine:
-        loaded = await self._obtain(image)
+        loaded = await obtain_image(image, self.config)
         template = await self.template(loaded)
         saved = template.saved if snapshot is None else state_of(snapshot)
         async with self._starting:
@@ -91,21 +94,13 @@ class QemuHost(MachineHost):
         wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
         return await machine.begin(wanted, trusted=snapshot is None)
 
-    async def _obtain(self, image: str) -> Image:
-        if is_oci(image):
-            raise TaskError(
-                f"the image {image!r} is a whole file system, which virtual machines do not take",
-                hint='use [machine] kind = "namespace"; `rollmill images build NAME --oci … --inside DIR` takes files',
-            )
-        return await obtain_image(image, self.config)
-
     async def slowdown(self, image: str) -> float:
-        loaded = await self._obtain(image)
+        loaded = await obtain_image(image, self.config)
         return (await self.template(loaded)).capabilities.slowdown
 
     async def template(self, image: Image) -> Template:
         """The template of an image; booted on first use. MachineError says what this host lacks."""
-        key = (image.packages, image.root, image.digest if image.services else None)
+        key = (image.packages, image.root, image.digest if image.services or image.whole else None)
         task = self._templates.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._templates[key] = asyncio.create_task(self._make_template(image))
@@ -132,32 +127,43 @@ class QemuHost(MachineHost):
         self._templates.clear()
         for vm in list(self._running):
             await self.end(vm)
+        holding, self._holding = self._holding, None
+        if holding is not None:
+            os.close(holding)
 
     async def _make_template(self, image: Image) -> Template:
         _check_packages(image)
-        parts = find_parts(image.architecture)
+        parts = find_parts(image.architecture, disks=image.whole is not None)
         own = parts.architecture.name == platform.machine()
         chosen: Accelerator | None = self.config.accelerator if own else "tcg"  # KVM runs this host's architecture only
+        shape = Shape(parts, chosen or "tcg", self.config.memory_mb, await self._image_disk(image))
         if chosen is not None:
-            return await self._boot(Shape(parts, chosen, self.config.memory_mb), image)
+            return await self._boot(shape, image)
         self.why_no_kvm = self.why_no_kvm or why_no_kvm()
         if self.why_no_kvm is None:
             try:
-                return await self._boot(Shape(parts, "kvm", self.config.memory_mb), image)
+                return await self._boot(shape._replace(accelerator="kvm"), image)
             except MachineError as error:
                 self.why_no_kvm = f"no guest boots with KVM within {_BOOT_S['kvm']:.0f} s: {error.message}"
-        return await self._boot(Shape(parts, "tcg", self.config.memory_mb), image)
+        return await self._boot(shape, image)
+
+    async def _image_disk(self, image: Image) -> Path | None:
+        if image.whole is None:
+            return None
+        if self._holding is None:
+            self._holding = await asyncio.to_thread(hold_images)
+        return await asyncio.to_thread(disks.image_disk, image)
 
     async def _boot(self, shape: Shape, image: Image) -> Template:
         began = time.monotonic()
         with open(ram.create(0, "initramfs"), "w+b") as file:
             extra = [path for service in image.services for path in service.files]
-            size = await asyncio.to_thread(
-                initramfs.build, shape.parts, self.config.limits(), image.packages, file, extra, tree=image.root
-            )
+            given = (shape.parts, self.config.limits(), image.packages, file, extra)
+            size = await asyncio.to_thread(initramfs.build, *given, tree=image.root, whole=image.whole)
             file.flush()
             _check_room(image, size + os.fstat(file.fileno()).st_size, shape.memory_mb)
-            vm = await Vm.boot(shape, file)
+            disk = None if shape.image_disk is None else disks.make_own(shape.image_disk.parent, self.config.disk_mb)
+            vm = await Vm.boot(shape, file, disk)
         self._running.add(vm)
         limit_s = _BOOT_S[shape.accelerator]
         arch = shape.parts.architecture.name
@@ -168,7 +174,7 @@ class QemuHost(MachineHost):
                 await vm.ask_init({"op": "ping"}, within_s=limit_s)
                 await machine.exec(["true"], timeout_s=limit_s)
                 boot_s = time.monotonic() - began
-                slowdown = await measure_slowdown(machine, limit_s)
+                slowdown = await measure_slowdown(vm, limit_s)
             if image.services:  # they have time limits of their own
                 machine.capabilities = replace(basic, slowdown=slowdown)
                 await services.begin(machine, image.services, image.services_state(), warm=True)
@@ -177,6 +183,8 @@ class QemuHost(MachineHost):
             saved = await vm.save()
         except BaseException as error:
             failure = await vm.failed(error)
+            if image.whole and isinstance(failure, MachineError) and not has_disks(shape.parts):
+                failure.hint = SETUP
             self._running.discard(vm)
             raise failure from error
         self._running.discard(vm)
@@ -358,7 +366,10 @@ class QemuMachine(AgentMachine):
         """Only QEMU's own process is evidence: one that someone killed was no doing of its guest."""
         words = self.vm.words() if not begun else ""
         ended_itself = await self.vm.wait(END_S)
+        lacks_room = not ended_itself and await self.vm.lacks_room()
         code = await self._host.end(self.vm)
+        if lacks_room:
+            return Ended(True, "; the host has no room for what it writes", "is the disk of $ROLLMILL_IMAGES full?")
         if ended_itself and code in FROM_OUTSIDE:
             return Ended(True, f"; its QEMU was killed with signal {-code}", "is the host out of memory?")
         return Ended(False, f"; it printed: {words}" if words else "")
@@ -406,24 +417,22 @@ async def warm_up(machine: QemuMachine) -> None:
     await machine.renew(trusted=True)
 
 
-async def measure_slowdown(machine: QemuMachine, limit_s: float) -> float:
-    """How many times more CPU time Python takes in the guest than on this host.
+async def measure_slowdown(vm: Vm, limit_s: float) -> float:
+    """How many times more CPU time Python takes in the guest than on this host. An image may have none, so the guest's
+    first process runs it.
 
     The clock of a guest goes on while other work has its processor, so only the CPU time of its QEMU tells. What a
-    command costs beyond its loops is measured alone and taken off. The least of a few measurements each.
+    request costs beyond its loops is measured alone and taken off. The least of a few measurements each.
     """
-    nothing_s = min([await _loops_cpu_s(machine, 0, limit_s) for _ in range(_MEASUREMENTS)])
-    guest_s = min([await _loops_cpu_s(machine, _LOOPS, limit_s) for _ in range(_MEASUREMENTS)]) - nothing_s
+    nothing_s = min([await _loops_cpu_s(vm, 0, limit_s) for _ in range(_MEASUREMENTS)])
+    guest_s = min([await _loops_cpu_s(vm, _LOOPS, limit_s) for _ in range(_MEASUREMENTS)]) - nothing_s
     return min(max(1.0, guest_s / await asyncio.to_thread(_host_cpu_s)), _MOST_SLOWDOWN)
 
 
-async def _loops_cpu_s(machine: QemuMachine, loops: int, limit_s: float) -> float:
-    began_s = machine.vm.cpu_s()
-    program = f"{inspect.getsource(run_loops)}print(run_loops({loops}))"
-    result = await machine.exec(["python", "-c", program], timeout_s=limit_s)
-    if result.output != b"%d\n" % run_loops(loops):
-        raise MachineError(f"Python does not work in a guest: {result.output[-300:]!r}")
-    return machine.vm.cpu_s() - began_s
+async def _loops_cpu_s(vm: Vm, loops: int, limit_s: float) -> float:
+    began_s = vm.cpu_s()
+    await vm.ask_init({"op": "loops", "count": loops}, within_s=limit_s)
+    return vm.cpu_s() - began_s
 
 
 def _host_cpu_s() -> float:
@@ -433,11 +442,3 @@ def _host_cpu_s() -> float:
         run_loops(_LOOPS)
         measured.append(time.thread_time() - began_s)
     return min(measured)
-
-
-def run_loops(count: int) -> int:
-    """Runs in the guest too."""
-    total = 0
-    for number in range(50000 * count):
-        total += number * number % 7
-    return total

@@ -8,12 +8,16 @@ to this process come from the host alone:
                                                          set, and eth0 has this address if one is given
     {"op": "ports"} + mark                               {}: a process carries connections over the third port
     {"op": "ping"}                                       {}
+    {"op": "loops", "count"}                             {}, once it has run so many loops
     {"op": "hold"}                                       {}: no other process runs until the next request
 
 A state is saved while the guest is held, so the processes of every copy wait for its `renew`. A guest that was
 `restored` has no ports: the other end of its connections is not there.
 
 When the agent ends, the guest is switched off.
+
+A guest of an OCI image has two disks: the image's layers, and what the machine writes. The agent enters a root that is
+made of them (guest/image_root.py). This process stays where it is and uses nothing of the image.
 """
 
 from __future__ import annotations
@@ -34,13 +38,22 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from rollmill.machines.guest import agent, layout
+from rollmill.machines.guest import agent, image_root, layout
 from rollmill.machines.guest import frames as wire
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.guest import run_command as command
 from rollmill.machines.qemu.streams import Forwarder
 
 AGENT_PORT, INIT_PORT, PORTS_PORT = "/dev/vport0p1", "/dev/vport0p2", "/dev/vport0p3"
+_IMAGE_DISK, _OWN_DISK = "/dev/vda", "/dev/vdb"  # in the order in which launch.py names them
+_TUNING = {
+    # one request for what would be eight: emulated guests read twice as fast
+    f"/sys/block/{_IMAGE_DISK[5:]}/queue/read_ahead_kb": b"1024",
+    f"/sys/block/{_OWN_DISK[5:]}/queue/read_ahead_kb": b"1024",
+    # programs are on a disk: a command that takes all memory would have them read again and again, and not be ended
+    "/sys/kernel/mm/lru_gen/enabled": b"y",
+    "/sys/kernel/mm/lru_gen/min_ttl_ms": b"1000",
+}
 _NOBODY = 65534
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 _FINIT_MODULE = {"aarch64": 273, "x86_64": 313}
@@ -74,10 +87,11 @@ def _run() -> None:
     port = _open_port(INIT_PORT)
     _set_up_interface()
     _allow_holding()
-    plan = agent.Plan.of(_limits(facts["limits"]))
+    plan = agent.Plan.of(_limits(facts["limits"], facts["image"]))
     _become_plain(facts)
+    users = None if plan.image is None else _prepare_image(plan)
     _look_older()
-    started = _start_agent(plan)
+    started = _start_agent(plan, users)
     _serve(port, started)
 
 
@@ -148,10 +162,35 @@ def _look_older() -> None:
     os.close(offsets)
 
 
-def _limits(given: dict[str, int]) -> agent.Limits:
+def _limits(given: dict[str, int], image: list[Any] | None) -> agent.Limits:
     """The guest has a kernel of its own, and memory that nobody else uses: no filter, and no other count of memory."""
     facts: dict[str, Any] = {"own_user": True, "memory_counted": True, "count_processes": True, "filter": None}
+    if image is not None:
+        facts |= {"image": image_root.ImageRoot(*image), "disk_device": _OWN_DISK}
     return agent.Limits(**{**given, **facts, "own_kernel": True})
+
+
+def _prepare_image(plan: agent.Plan) -> int:
+    """Mount the layers, and import nothing from here on. Returns an open user namespace with the image's users."""
+    assert plan.image is not None
+    for path, value in _TUNING.items():
+        with contextlib.suppress(OSError):  # not every kernel has all of them
+            setting = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            os.write(setting, value)
+            os.close(setting)
+    os.mkdir(layout.LAYERS)
+    kernel.mount(_IMAGE_DISK, layout.LAYERS, "squashfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
+    users = image_root.make_users(plan.watchdog.processes)
+    image_root.live_in(plan.image.root)
+    return users
+
+
+def _leave_first_root() -> None:
+    """Have a mount as the root that can be left: the kernel lets nobody leave its first file system."""
+    kernel.mount("/", "/mnt", None, kernel.MS_BIND | kernel.MS_REC)
+    os.chdir("/mnt")
+    kernel.mount(".", "/", None, kernel.MS_MOVE)
+    os.chroot(".")
 
 
 def _become_plain(facts: dict[str, Any]) -> None:
@@ -174,7 +213,7 @@ def _become_plain(facts: dict[str, Any]) -> None:
     gc.freeze()
 
 
-def _start_agent(plan: agent.Plan) -> int:
+def _start_agent(plan: agent.Plan, users: int | None) -> int:
     """Start the agent as the first process of its own process namespace. Returns its pidfd."""
     connection = _open_port(AGENT_PORT)
     pid, pidfd = kernel.clone(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
@@ -182,9 +221,12 @@ def _start_agent(plan: agent.Plan) -> int:
         nothing = os.open("/dev/null", os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nothing, standard)
+        agent.keep_only(connection, None, users)
+        if users is not None:
+            _leave_first_root()
         agent.prepare(plan)
-        if os.read(connection, 1):  # the host is there
-            agent.main(connection, plan)  # never returns
+        if os.read(agent.CONNECTION, 1):  # the host is there
+            agent.main(agent.CONNECTION, plan)  # never returns
         os._exit(0)
     os.close(connection)
     return pidfd
@@ -217,12 +259,22 @@ def _serve(port: int, agent_pidfd: int) -> None:
         if held or header["op"] == "hold":
             held = header["op"] == "hold"
             _hold(held)
+        if header["op"] == "loops":
+            run_loops(header["count"])
         if header["op"] == "ports" or header.get("restored"):
             _end_forwarder(forwarder)
             forwarder = None
         if header["op"] == "ports":
             forwarder = _start_forwarder(body)
         wire.send(port, wire.pack({"id": header.get("id")}))
+
+
+def run_loops(count: int) -> int:
+    """Runs on the host too: the difference tells how much slower the guest is."""
+    total = 0
+    for number in range(50000 * count):
+        total += number * number % 7
+    return total
 
 
 def _hold(held: bool) -> None:

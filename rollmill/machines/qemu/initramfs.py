@@ -9,7 +9,8 @@ those of the image's own operating system (system.py).
     /opt/host            the code of the guest's first process, which deletes it once it is imported
     /etc /dev            a few files made for machines
 
-The guest keeps all of it in memory, so it is chosen and not copied whole.
+The guest keeps all of it in memory, so it is chosen and not copied whole. Of an OCI image nothing is in it: those are
+on a disk (disks.py), and a guest of one has only Python and a shell here, for its first process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import zstandard
 
 from rollmill.errors import MachineError
 from rollmill.machines.guest import computer, layout
+from rollmill.machines.guest.image_root import ImageRoot
 from rollmill.machines.namespace import root
 from rollmill.machines.qemu.cpio import Archive
 from rollmill.machines.qemu.parts import Parts
@@ -69,11 +71,12 @@ def build(
     extra: Sequence[str] = (),
     *,
     tree: str | None = None,
+    whole: ImageRoot | None = None,
 ) -> int:
     """Write the archive of a guest to `file`. Returns the bytes of its files, which it keeps in memory.
 
     `limits` are those of guest/agent.py. `extra`: paths of this host. `tree`: the operating system of the image,
-    whose programs take the place of this host's.
+    whose programs take the place of this host's. `whole`: an OCI image, which is on a disk.
     """
     archive = Archive()
     if tree is not None:
@@ -88,7 +91,7 @@ def build(
     for name, text in computer.FILES.items():
         archive.write(name, text.encode())
     if tree is None:
-        _add_userland(archive, extra)
+        _add_userland(archive, extra, PROGRAMS if whole is None else ["sh"])
     if packages is not None:
         _add_tree(archive, Path(packages), layout.PACKAGES, frozenset())
     environment = root.environment() if tree is None else system_environment()
@@ -104,6 +107,7 @@ def build(
         "modules_directory": _MODULES,
         "environment": environment,
         "packages": packages is not None,
+        "image": None if whole is None else whole._replace(layers=("",) * len(whole.layers)),
     }
     archive.write(f"{layout.CODE}/facts.json", json.dumps(facts).encode())
     if tree is None and 2 * archive.size + _ROOM <= limits["memory"]:
@@ -114,20 +118,20 @@ def build(
     return archive.size
 
 
-def _add_userland(archive: Archive, extra: Sequence[str]) -> None:
+def _add_userland(archive: Archive, extra: Sequence[str], programs: list[str]) -> None:
     """Add programs and Python of this host."""
     for name in root.USERLAND:
         if os.path.islink(f"/{name}"):
             archive.link(f"/{name}", os.readlink(f"/{name}"))
-    python, programs = _add_python(archive), _add_programs(archive)
+    python, added = _add_python(archive), _add_programs(archive, programs)
     _strip(archive, python)
-    programs += _add_extra(archive, extra)
+    added += _add_extra(archive, extra)
     for path in _USUAL_FILES:
         if os.path.exists(path):
             _add_file(archive, path)
     for path, target in _USUAL_LINKS.items():
         archive.link(path, target)
-    for library in _libraries([*python.values(), *programs]):
+    for library in _libraries([*python.values(), *added]):
         _add_file(archive, library)
 
 
@@ -189,9 +193,9 @@ def _strip(archive: Archive, files: dict[str, Path]) -> None:
             archive.write(path, copy.read_bytes(), 0o755)
 
 
-def _add_programs(archive: Archive) -> list[Path]:
-    found = {name: path for name in PROGRAMS if (path := shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin"))}
-    missing = [name for name in _ESSENTIAL if name not in found]
+def _add_programs(archive: Archive, names: list[str]) -> list[Path]:
+    found = {name: path for name in names if (path := shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin"))}
+    missing = [name for name in _ESSENTIAL if name in names and name not in found]
     if missing:
         raise MachineError(f"this host has no {missing[0]!r}, which guests need", hint="install Debian's base system")
     # a set-user-id program may be executable and not readable

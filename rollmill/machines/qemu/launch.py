@@ -38,6 +38,7 @@ class Shape(NamedTuple):
     parts: Parts
     accelerator: Accelerator
     memory_mb: int
+    image_disk: Path | None = None  # of an OCI image; its machines have a disk of their own beside it
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,14 @@ class Started:
     monitor: socket.socket
 
 
-def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
+def start(shape: Shape, memory: int, initramfs: int | None, disk: int | None = None) -> Started:
     """Start QEMU on a memory file. With `initramfs`, it boots and writes there; else it waits for a device state.
+    `disk`: for what it writes, if its image is on a disk.
 
     If it does not start, all these files are closed: MachineError.
     """
     sockets: list[socket.socket] = []
-    kept, opened = [memory], list[int]()  # `opened` is closed here in any case
+    kept, opened = [memory, *([] if disk is None else [disk])], list[int]()  # `opened` is closed here in any case
     try:
         for _ in range(4):
             ours, their = socket.socketpair()
@@ -81,6 +83,9 @@ def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
             shape.parts.program,
             *_machine(shape, memory, theirs, booting=initramfs is not None),
         ]
+        if shape.image_disk is not None and disk is not None:
+            opened.append(image := os.open(shape.image_disk, os.O_RDONLY))
+            arguments += _disk("image", image, read_only=True) + _disk("own", disk, read_only=False)
         if kernel is not None and initramfs is not None:
             line = f"console={shape.parts.architecture.console} {_COMMAND_LINE}"
             arguments += ["-kernel", _path(kernel), "-initrd", _path(initramfs), "-append", line]
@@ -89,7 +94,7 @@ def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=[memory, devices, *opened, *([] if initramfs is None else [initramfs])],
+            pass_fds=[*kept, *opened, *([] if initramfs is None else [initramfs])],
             env={"PATH": os.defpath} | ({} if preload is None else {"LD_PRELOAD": _path(preload)}),
             start_new_session=True,  # Ctrl-C reaches the dispatcher only
         )
@@ -127,6 +132,14 @@ def _guard(shape: Shape) -> list[str]:
         groups = ["--groups", str(group)] if group else ["--clear-groups"]  # never that of root
         options += ["--reuid", user, "--regid", user, *groups]
     return guard(shape.parts.setpriv, *options)
+
+
+def _disk(name: str, file: int, *, read_only: bool) -> list[str]:
+    """A disk that ends with its machine: nothing waits until it is safe on the host's. If the host's is full, QEMU
+    stops the guest."""
+    options = "read-only=on" if read_only else "read-only=off,discard=unmap"
+    node = f"driver=file,node-name={name},filename={_path(file)},locking=off,cache.no-flush=on,{options}"
+    return ["-blockdev", node, "-device", f"virtio-blk-pci,drive={name}"]
 
 
 def why_no_kvm() -> str | None:

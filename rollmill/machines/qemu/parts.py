@@ -24,6 +24,8 @@ MODULES = (
     "virtio_console",
     "dummy",  # a network interface with nothing behind it
 )
+# what guests of OCI images need too, for their disks
+DISK_MODULES = ("virtio_blk", "squashfs", "overlay", "crc16", "mbcache", "jbd2", "ext4")
 # Where a CPU erratum makes the kernel report 4 KiB per line of the instruction cache, QEMU aligns every piece of
 # translated code to 4 KiB: five times the memory, and slower.
 LONGEST_CACHE_LINE = 256
@@ -94,8 +96,9 @@ def architecture(name: str | None = None) -> Architecture:
     return found
 
 
-def find_parts(name: str | None = None) -> Parts:
-    """The parts for guests of an architecture, or of this host's. MachineError names the first that is missing."""
+def find_parts(name: str | None = None, *, disks: bool = False) -> Parts:
+    """The parts for guests of an architecture, or of this host's; with `disks`, for guests of OCI images. MachineError
+    names the first that is missing."""
     arch, place = architecture(name), kernel_directory(name)
     setup = SETUP if arch.name == platform.machine() else SETUP.replace("setup`", f"setup --architecture {arch.name}`")
     program = shutil.which(arch.program)
@@ -108,9 +111,14 @@ def find_parts(name: str | None = None) -> Parts:
         raise MachineError(f"there is no kernel for virtual machines in {place}", hint=setup)
     if needs_preload() and not (place / "cache_line.so").is_file():
         raise MachineError("QEMU needs a preload on this CPU, which was not built yet", hint=setup)
-    modules = load_order(MODULES, place)
+    modules = load_order(MODULES + DISK_MODULES if disks else MODULES, place)
     preload = place / "cache_line.so" if needs_preload() else None
     return Parts(arch, program, setpriv, place / "vmlinuz", modules, preload)
+
+
+def has_disks(parts: Parts) -> bool:
+    """Whether modules for disks are there. If not, they are part of the kernel, or an earlier release fetched it."""
+    return any(path.stem in DISK_MODULES for path in parts.modules)
 
 
 def load_order(names: Iterable[str], place: Path) -> tuple[Path, ...]:

@@ -34,19 +34,24 @@ def seal(file: int, *, content: bool = True) -> None:
 
 def copy(file: int) -> int:
     """A copy of a memory file. Holes stay holes."""
-    size = os.fstat(file).st_size
-    target = create(size)
+    target = create(os.fstat(file).st_size)
     try:
-        end = 0
-        while (start := _seek(file, end, os.SEEK_DATA)) < size:
-            end = _seek(file, start, os.SEEK_HOLE)
-            os.lseek(target, start, os.SEEK_SET)
-            while start < end:
-                start += os.sendfile(target, file, start, end - start)
+        copy_data(file, target)
     except BaseException:
         os.close(target)
         raise
     return target
+
+
+def copy_data(file: int, target: int) -> None:
+    """Copy what a sparse file has to an empty one. `sendfile` and not `copy_file_range`: it copies between all kinds of
+    file systems."""
+    size, end = os.fstat(file).st_size, 0
+    while (start := _seek(file, end, os.SEEK_DATA)) < size:
+        end = _seek(file, start, os.SEEK_HOLE)
+        os.lseek(target, start, os.SEEK_SET)
+        while start < end:
+            start += os.sendfile(target, file, start, end - start)
 
 
 def _seek(file: int, start: int, what: int) -> int:

@@ -19,8 +19,9 @@ from typing import IO
 
 from rollmill.errors import MachineError
 from rollmill.machines.namespace import emulation
-from rollmill.machines.qemu import parts
+from rollmill.machines.qemu import disks, parts
 
+_MODULES = parts.MODULES + parts.DISK_MODULES
 # answers QEMU's question for the line of the instruction cache, see parts.py
 _PRELOAD = f"""#define _GNU_SOURCE
 #include <dlfcn.h>
@@ -43,10 +44,10 @@ def set_up(say: Callable[[str], None], name: str | None = None) -> None:
         _install([arch.package], say)
     if shutil.which("setpriv") is None:
         _install(["util-linux"], say)
+    if missing := disks.missing():
+        _install(missing, say)
     say(f"QEMU: {shutil.which(arch.program)}")
-    if not all(
-        (place / name).is_file() for name in ("vmlinuz", "dummy.ko")
-    ):  # earlier releases did not take the second
+    if not all((place / name).is_file() for name in ("vmlinuz", "overlay.ko")):  # earlier releases took fewer modules
         _fetch_kernel(arch, place)
     say(f"kernel: {place / 'vmlinuz'}")
     if parts.needs_preload():
@@ -77,7 +78,7 @@ def _fetch_kernel(arch: parts.Architecture, place: Path) -> None:
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         raise MachineError(
             "the kernel of virtual machines comes from a Debian package, and there is no apt-get here",
-            hint=f"unpack {package}: its vmlinuz and {', '.join(f'{name}.ko' for name in parts.MODULES)} into {place}",
+            hint=f"unpack {package}: its vmlinuz and {', '.join(f'{name}.ko' for name in _MODULES)} into {place}",
         )
     with tempfile.TemporaryDirectory(dir=place) as temporary:
         options = [] if arch.name == platform.machine() else _other_packages(arch, Path(temporary, "apt"))
@@ -132,7 +133,7 @@ def _other_packages(arch: parts.Architecture, state: Path) -> list[str]:
 
 def _take_kernel(stream: IO[bytes], place: Path) -> None:
     """Keep the kernel and the modules that are needed. The kernel is renamed last: it stands for all of them."""
-    wanted = {f"{name}.ko{end}": f"{name}.ko" for name in parts.MODULES for end in ("", ".xz")}
+    wanted = {f"{name}.ko{end}": f"{name}.ko" for name in _MODULES for end in ("", ".xz")}
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
             name = Path(member.name).name

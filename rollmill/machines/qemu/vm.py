@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from rollmill.errors import MachineError
 from rollmill.machines.guest import frames as wire
-from rollmill.machines.qemu import launch, ram
+from rollmill.machines.qemu import disks, launch, ram
 from rollmill.machines.qemu.launch import Shape, Started
 from rollmill.machines.qemu.monitor import Monitor
 from rollmill.machines.qemu.ports import Ports
@@ -39,13 +39,15 @@ _MAX_STATE = 1 << 26
 
 
 class Saved:
-    """The state of a guest: a sealed memory file, and what its devices hold. Closed when nobody refers to it."""
+    """The state of a guest: a sealed memory file, what its devices hold, and its own disk, if it has one. Closed when
+    nobody refers to it."""
 
-    def __init__(self, memory: int, devices: bytes, stood_still_s: float) -> None:
+    def __init__(self, memory: int, devices: bytes, stood_still_s: float, disk: int | None = None) -> None:
         self.memory = memory
         self.devices = devices
         self.stood_still_s = stood_still_s  # how long the guest was stopped for it
-        self.close = weakref.finalize(self, os.close, memory)
+        self.disk = disk
+        self.close = weakref.finalize(self, _close, memory, disk)
 
 
 class StateRefused(MachineError):
@@ -61,12 +63,14 @@ class NoAnswer(MachineError):
 
 
 class Vm:
-    def __init__(self, started: Started, memory: int, *, template: bool) -> None:
+    def __init__(self, shape: Shape, started: Started, memory: int, disk: int | None, *, template: bool) -> None:
         self.process = started.process
         self.agent = started.agent
+        self._shape = shape
         self._started = started
         self._monitor = Monitor(started.monitor)
         self._memory = memory  # of a template, the guest writes into this file; else it is that of the saved state
+        self._disk = disk  # what it writes to, beside its memory
         self.template = template
         self._paused = False
         self._asking_init = asyncio.Lock()
@@ -75,13 +79,15 @@ class Vm:
         self._ended: int | None = None  # its exit code
 
     @classmethod
-    async def boot(cls, shape: Shape, initramfs: IO[bytes]) -> Vm:
-        """Start a template. The guest still boots when this returns."""
+    async def boot(cls, shape: Shape, initramfs: IO[bytes], disk: int | None = None) -> Vm:
+        """Start a template, with its own disk. The guest still boots when this returns."""
         try:
             memory = ram.create(shape.memory_mb << 20)
         except OSError as error:
+            if disk is not None:
+                os.close(disk)
             raise MachineError(f"a virtual machine did not start: {error}") from None
-        vm = cls(launch.start(shape, memory, initramfs.fileno()), memory, template=True)
+        vm = cls(shape, launch.start(shape, memory, initramfs.fileno(), disk), memory, disk, template=True)
         try:
             await vm._monitor.start()
             await asyncio.get_running_loop().sock_sendall(vm.agent, b"g")  # what the agent waits for
@@ -96,7 +102,12 @@ class Vm:
             memory = os.dup(saved.memory)
         except OSError as error:
             raise MachineError(f"a virtual machine did not start: {error}") from None
-        vm = cls(launch.start(shape, memory, None), memory, template=False)
+        try:
+            disk = await _copy_disk(shape, saved.disk)
+        except BaseException:
+            os.close(memory)
+            raise
+        vm = cls(shape, launch.start(shape, memory, None, disk), memory, disk, template=False)
         loading = False
         try:
             os.pwrite(vm._started.devices, saved.devices, 0)
@@ -172,11 +183,13 @@ class Vm:
 
     async def _save(self) -> Saved:
         memory = os.dup(self._memory) if self.template else await asyncio.to_thread(ram.copy, self._memory)
+        disk: int | None = None
         try:
             began = time.monotonic()
             await self._hold()
             try:
                 devices = await self._save_devices()
+                disk = await _copy_disk(self._shape, self._disk)
                 if not self.template:
                     await asyncio.to_thread(ram.copy_changes, self.process.pid, memory)
             finally:
@@ -186,9 +199,9 @@ class Vm:
                 await self.end()  # while it maps its memory, nobody can seal it
             ram.seal(memory)
         except BaseException:
-            os.close(memory)
+            _close(memory, disk)
             raise
-        return Saved(memory, devices, stood_still_s)
+        return Saved(memory, devices, stood_still_s, disk)
 
     async def _hold(self) -> None:
         """Stop the guest at a moment at which its first process holds all others."""
@@ -208,7 +221,7 @@ class Vm:
 
     async def _save_devices(self) -> bytes:
         file = self._started.devices
-        await self._monitor.ask("xen-save-devices-state", filename=f"/proc/self/fd/{file}")
+        await self._monitor.ask("xen-save-devices-state", filename=f"/proc/self/fd/{file}", live=False)
         return os.pread(file, _MAX_STATE, 0)
 
     async def pause(self) -> None:
@@ -263,10 +276,18 @@ class Vm:
         self._ended = code
         self._started.init.close()
         self._started.ports.close()
-        for file in (self._memory, self._started.devices, self._started.log):
+        for file in (self._started.devices, self._started.log):
             os.close(file)
+        _close(self._memory, self._disk)
         await self._monitor.close()
         return code
+
+    async def lacks_room(self) -> bool:
+        """Whether QEMU has stopped the guest because the host has no room for what it writes to its disk."""
+        try:
+            return bool((await self._monitor.ask("query-status"))["status"] == "io-error")
+        except (OSError, MachineError):
+            return False
 
     def words(self) -> str:
         """The end of what QEMU and the guest's console have printed."""
@@ -286,6 +307,25 @@ class Vm:
             return error
         why = error.message if isinstance(error, MachineError) else repr(error)
         return MachineError(f"a virtual machine did not start: {why}; it printed: {words or 'nothing'}")
+
+
+async def _copy_disk(shape: Shape, disk: int | None) -> int | None:
+    if disk is None or shape.image_disk is None:
+        return None
+    copying = asyncio.create_task(asyncio.to_thread(disks.copy_own, disk, shape.image_disk.parent))
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        await asyncio.wait([copying])
+        if copying.exception() is None:
+            os.close(copying.result())
+        raise
+
+
+def _close(memory: int, disk: int | None) -> None:
+    os.close(memory)
+    if disk is not None:
+        os.close(disk)
 
 
 def _discard(saving: asyncio.Task[Saved]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import collections
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollmill.environments.episode import Episode
+from rollmill.environments.rewards.apart import session
 from rollmill.environments.rewards.pytest import Pytest, PytestConfig
 from rollmill.environments.rewards.script import Script
 from rollmill.environments.task import Task, WholeDiff
@@ -266,3 +270,31 @@ async def test_statements_see_constants_and_the_variables_of_the_task(host: Name
     source = b"import os\nLIMIT = 3\ndef f(): return os.environ['PLACE']\n"
     reward = await Script().grade(Episode(task, {"main.py": source}, host))
     assert reward.value == 1.0, reward.evidence
+
+
+@pytest.mark.parametrize("names", [("wire", "proxies", "tester"), ("wire", "worker")], ids=["tester", "worker"])
+async def test_modules_of_one_program_define_no_name_twice(names: tuple[str, ...]) -> None:
+    folder = Path(session.__file__).parent
+    defined = collections.Counter(
+        node.name
+        for name in names
+        for node in ast.parse((folder / f"{name}.py").read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != "main"
+    )
+    assert max(defined.values()) == 1, defined.most_common(3)
+
+
+@pytest.mark.parametrize("magic", ["same", "other"])
+async def test_a_program_is_compiled_where_another_python_reads_it(host: NamespaceHost, magic: str) -> None:
+    program = session.Program.of("wire", "worker")
+    start = program.start if magic == "same" else re.sub(r"== b'.*?' else", "== b'' else", program.start)
+    assert magic == "same" or start != program.start
+    machine = await host.create("host-python")
+    try:
+        asked = session.Program(
+            start.replace("exec(", "__name__ = 'asked'; exec(") + "print(Worker.mro()[1])", program.text
+        )
+        result = await asked.run(machine, {}, timeout_s=10.0)
+        assert result.output.decode().strip() == "<class 'asked.Link'>", result.output
+    finally:
+        await machine.close()

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -158,6 +157,8 @@ def by_unittest(work: Any, tests: list[str], tell: Tell) -> None:
 
 
 def _run_one(module: Any, names: list[str]) -> bool:
+    import unittest
+
     owner = module
     for name in names[:-1]:
         owner = getattr(owner, name)
@@ -177,7 +178,7 @@ def statements(work: Any, tests: list[str], tell: Tell) -> None:
     tell(tests[0], "passed")
 
 
-def _programs(work: Any) -> None:
+def _programs() -> None:
     """What tests start runs where the submission is."""
     import subprocess
 
@@ -239,8 +240,9 @@ def run_file(work: Any, tests: list[str], tell: Tell) -> None:
     if work["port"] is not None:
         tester = Tester(work["port"], work["directory"], work["hidden"])
         tester.trusting = tests[0] in work["trusting"]
-        sys.meta_path.insert(0, Finder(tester))
-        _programs(work)
+        sys.meta_path.insert(0, Finder(tester, {"subprocess": _programs}))
+        if "subprocess" in sys.modules:
+            _programs()
     run = statements if work["statements"] is not None else by_pytest if work["pytest"] else by_unittest
     run(work, tests, tell)
 

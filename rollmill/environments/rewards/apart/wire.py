@@ -3,6 +3,8 @@
 Both sides send requests, also while they wait for an answer. What is plain travels as data of exact built-in types;
 anything else stays where it is, and a number stands for it. Nothing received is ever executed or unpickled.
 
+Each grading starts both programs anew. So they import little at once, and the rest where it is first needed.
+
     tester                                     worker
     ["?", "call", f, [3], {}]      ──►
                                    ◄──         ["=", 4, changes, printed]      or ["!", exception, changes, printed]
@@ -12,12 +14,12 @@ anything else stays where it is, and a number stands for it. Nothing received is
 
 from __future__ import annotations
 
-import base64
+import importlib
 import json
 import socket
 import struct
 import sys
-import threading
+from _thread import RLock
 from collections.abc import Callable
 from typing import Any
 
@@ -30,43 +32,36 @@ class LinkLost(ConnectionError):
     """The other side has ended, or speaks nonsense."""
 
 
-def _known() -> dict[str, Any]:
-    """Types of the standard library that are plain data: what makes one again."""
-    import collections
-    import datetime
-    import decimal
-    import fractions
-    import pathlib
+def _fields(*names: str) -> Callable[[Any], list[Any]]:
+    return lambda value: [getattr(value, name) for name in names]
 
-    moment = ("year", "month", "day", "hour", "minute", "second", "microsecond")
 
-    def fields(*names: str) -> Callable[[Any], list[Any]]:
-        return lambda value: [getattr(value, name) for name in names]
+_DAY, _CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microsecond", "tzinfo")
+_KNOWN: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
+    # types of the standard library that are plain data, by module and name: of what each is made again
+    ("datetime", "date"): _fields(*_DAY),
+    ("datetime", "time"): _fields(*_CLOCK),
+    ("datetime", "datetime"): _fields(*_DAY, *_CLOCK),
+    ("datetime", "timedelta"): _fields("days", "seconds", "microseconds"),
+    ("datetime", "timezone"): lambda value: [value.utcoffset(None), value.tzname(None)],
+    ("decimal", "Decimal"): lambda value: [str(value)],
+    ("fractions", "Fraction"): _fields("numerator", "denominator"),
+    ("builtins", "complex"): _fields("real", "imag"),
+    ("builtins", "range"): _fields("start", "stop", "step"),
+    ("builtins", "slice"): _fields("start", "stop", "step"),
+    ("collections", "deque"): lambda value: [list(value), value.maxlen],
+    ("collections", "Counter"): lambda value: [dict(value)],
+    ("collections", "OrderedDict"): lambda value: [list(value.items())],
+    ("collections", "defaultdict"): lambda value: [None, dict(value)],
+    ("pathlib", "PosixPath"): lambda value: [str(value)],
+    ("pathlib", "PurePosixPath"): lambda value: [str(value)],
+}
 
-    def aware(*names: str) -> Callable[[Any], list[Any]]:
-        return lambda value: [*fields(*names)(value), value.tzinfo]
 
-    def paths(value: Any) -> list[Any]:
-        return [str(value)]
-
-    return {
-        "date": (datetime.date, fields(*moment[:3])),
-        "time": (datetime.time, aware(*moment[3:])),
-        "datetime": (datetime.datetime, aware(*moment)),
-        "timedelta": (datetime.timedelta, fields("days", "seconds", "microseconds")),
-        "timezone": (datetime.timezone, lambda value: [value.utcoffset(None), value.tzname(None)]),
-        "decimal": (decimal.Decimal, lambda value: [str(value)]),
-        "fraction": (fractions.Fraction, fields("numerator", "denominator")),
-        "complex": (complex, fields("real", "imag")),
-        "range": (range, fields("start", "stop", "step")),
-        "slice": (slice, fields("start", "stop", "step")),
-        "deque": (collections.deque, lambda value: [list(value), value.maxlen]),
-        "counter": (collections.Counter, lambda value: [dict(value)]),
-        "ordered": (collections.OrderedDict, lambda value: [list(value.items())]),
-        "default": (collections.defaultdict, lambda value: [None, dict(value)]),
-        "path": (type(pathlib.Path()), paths),
-        "pure_path": (pathlib.PurePosixPath, paths),
-    }
+def _known(kind: type) -> tuple[str, str] | None:
+    """Under which name a type is plain data; None if it is not. A class that only calls itself so is not."""
+    name = str(kind.__module__).partition(".")[0], kind.__qualname__
+    return name if name in _KNOWN and getattr(sys.modules.get(name[0]), name[1], None) is kind else None
 
 
 class Link:
@@ -75,11 +70,9 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
-        self._known = _known()
-        self._names = {kind: name for name, (kind, _) in self._known.items()}
         self.broken = False
 
     # what each side defines
@@ -222,7 +215,7 @@ class Link:
         if kind is float:
             return value if value - value == 0 else ["float", repr(value)]
         if kind is bytes:
-            return ["bytes", base64.b64encode(value).decode()]
+            return ["bytes", _as_text(value)]
         if kind in _MUTABLE or kind is tuple or kind is frozenset:
             if id(value) in inside:
                 raise ValueError("it holds itself")
@@ -230,7 +223,7 @@ class Link:
             if kind in _MUTABLE:
                 mutable.append(value)
             if kind is bytearray:
-                return ["bytearray", index, base64.b64encode(value).decode()]
+                return ["bytearray", index, _as_text(value)]
             inner = (*inside, id(value))
             items = [list(pair) for pair in value.items()] if kind is dict else list(value)
             if kind is dict:
@@ -238,9 +231,9 @@ class Link:
             else:
                 coded = [self._data(each, mutable, inner) for each in items]
             return [kind.__name__, index, coded]
-        if kind in self._names:
-            name = self._names[kind]
-            return ["known", name, [self._data(each, mutable, inside) for each in self._known[name][1](value)]]
+        name = _known(kind)
+        if name is not None:
+            return ["known", *name, [self._data(each, mutable, inside) for each in _KNOWN[name](value)]]
         if kind.__module__ == "numpy" and "numpy" in sys.modules:
             array = sys.modules["numpy"].asarray(value)
             if (
@@ -249,7 +242,7 @@ class Link:
                 and hasattr(value, "dtype")
             ):
                 shape = list(array.shape) if kind.__name__ == "ndarray" else None
-                return ["numpy", array.dtype.str, shape, base64.b64encode(array.tobytes()).decode()]
+                return ["numpy", array.dtype.str, shape, _as_text(array.tobytes())]
         return self.reference(value)
 
     def decode(self, coded: Any, mutable: Any = None) -> Any:
@@ -270,7 +263,7 @@ class Link:
             elif tag == "set":
                 made.update(self.decode(each, given) for each in coded[2])
             else:
-                made += base64.b64decode(coded[2])
+                made += _as_bytes(coded[2])
             return made
         if tag in ("tuple", "frozenset"):
             return (tuple if tag == "tuple" else frozenset)(self.decode(each, given) for each in coded[2])
@@ -279,23 +272,37 @@ class Link:
         if tag == "float":
             return float(coded[1])
         if tag == "bytes":
-            return base64.b64decode(coded[1])
+            return _as_bytes(coded[1])
         if tag == "known":
-            kind = self._known[coded[1]][0]
-            arguments = [self.decode(each, given) for each in coded[2]]
-            if coded[1] == "timezone" and arguments[1].startswith("UTC"):
+            if (coded[1], coded[2]) not in _KNOWN:
+                raise ValueError(f"no plain data: {str(coded[1:3])[:50]}")
+            kind = getattr(importlib.import_module(coded[1]), coded[2])
+            arguments = [self.decode(each, given) for each in coded[3]]
+            if coded[2] == "timezone" and arguments[1].startswith("UTC"):
                 arguments = arguments[:1]
             return kind(*arguments)
         if tag == "numpy":
             import numpy
 
-            array = numpy.frombuffer(base64.b64decode(coded[3]), dtype=numpy.dtype(str(coded[1])))
+            array = numpy.frombuffer(_as_bytes(coded[3]), dtype=numpy.dtype(str(coded[1])))
             return array[0] if coded[2] is None else array.reshape(coded[2]).copy()
         if tag == "home":
             return self._objects[coded[1]]
         if tag == "away":
             return self.foreign(coded[1], coded[2])
         raise ValueError(f"no value: {str(tag)[:50]!r}")
+
+
+def _as_text(data: bytes) -> str:
+    import base64
+
+    return base64.b64encode(data).decode()
+
+
+def _as_bytes(text: str) -> bytes:
+    import base64
+
+    return base64.b64decode(text)
 
 
 def _replace(old: Any, new: Any) -> None:
@@ -310,6 +317,7 @@ def _replace(old: Any, new: Any) -> None:
 
 
 def connect(port: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port))
+    connection = socket.socket()  # create_connection would load what looks up names
+    connection.connect(("127.0.0.1", port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

@@ -5,17 +5,14 @@ Nothing in its process or machine is secret, and nothing that it says is more th
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import importlib
 import importlib.util
-import inspect
 import io
 import json
 import operator
 import os
-import subprocess
 import sys
+import types
 from typing import Any
 
 from rollmill.environments.rewards.apart.wire import Link, connect
@@ -27,7 +24,9 @@ _OPERATIONS = {
     **{name: getattr(operator, name) for name in ("pow", "matmul", "neg", "pos", "abs", "invert", "and_", "or_")},
     **{name: getattr(operator, name) for name in ("xor", "lshift", "rshift", "index", "iadd", "isub", "imul", "ior")},
     **{each.__name__: each for each in (len, iter, next, reversed, str, repr, bool, hash, format, divmod, round, dir)},
-    **{each.__name__: each for each in (int, float, getattr, setattr, delattr, copy.copy, copy.deepcopy)},
+    **{each.__name__: each for each in (int, float, getattr, setattr, delattr)},
+    "copy": lambda value: importlib.import_module("copy").copy(value),
+    "deepcopy": lambda value: importlib.import_module("copy").deepcopy(value),
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, kind, error, trace: type(value).__exit__(value, kind, error, None),
     "fspath": os.fspath,
@@ -112,9 +111,9 @@ class Worker(Link):
     # what is told about objects
 
     def own(self, value: Any) -> Any:
-        if inspect.ismodule(value):
+        if isinstance(value, types.ModuleType):
             return {"kind": "module", "name": value.__name__}
-        kind = "coroutine" if inspect.iscoroutine(value) else "object"
+        kind = "coroutine" if isinstance(value, types.CoroutineType) else "object"
         if isinstance(value, type):
             return {"kind": "class", "class": self._class(value)}
         facts = {"kind": kind, "class": self._class(type(value))}
@@ -205,12 +204,16 @@ class Worker(Link):
         if name == "program":
             return self._run_program(*arguments)
         if name == "await":
+            import asyncio
+
             self._loop = self._loop or asyncio.new_event_loop()
             return self._loop.run_until_complete(_whole(arguments[0]))
         return _OPERATIONS[name](*arguments)
 
     def _run_program(self, command: Any, directory: Any, given: Any, joined: bool, shell: bool, limit_s: Any) -> Any:
         """Run a program of the submission. Its exit code, and what it printed."""
+        import subprocess
+
         into = subprocess.STDOUT if joined else subprocess.PIPE
         done = subprocess.run(
             command, cwd=directory, input=given, stdout=subprocess.PIPE, stderr=into, shell=shell, timeout=limit_s
