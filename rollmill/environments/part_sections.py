@@ -65,6 +65,7 @@ class RewardSection(KindSection):
             "script": "rollmill.environments.rewards.script:Script",
             "harbor": "rollmill.environments.rewards.harbor:HarborReward",
             "pytest": "rollmill.environments.rewards.pytest:Pytest",
+            "logged_tests": "rollmill.environments.rewards.logged_tests:LoggedTests",
             "length": "rollmill.environments.rewards.length:Length",
             "behaviour": "rollmill.environments.rewards.behaviour:Behaviour",
             "judge": "rollmill.environments.rewards.judge:Judge",

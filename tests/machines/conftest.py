@@ -87,7 +87,10 @@ async def image_with_pytest(tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
         for module in (pytest, _pytest, pluggy, iniconfig, packaging, pygments):
             source = Path(str(module.__file__)).parent
             shutil.copytree(source, place / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(Path(str(pytest.__file__)).parent.parent / "py.py", place)
+        site = Path(str(pytest.__file__)).parent.parent
+        shutil.copy(site / "py.py", place)
+        for facts in site.glob("pluggy-*.dist-info"):  # pluggy asks for its version
+            shutil.copytree(facts, place / facts.name)
         layer = layers.keep(place, root)
         parts = [images.LayerRecord(place="packages", digest=layer.digest, bytes=layer.bytes)]
         digest = images.digest_of(parts)

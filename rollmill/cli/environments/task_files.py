@@ -12,7 +12,7 @@ from rollmill.environments.tasks import jsonl
 from rollmill.environments.tasks import task_directory as directory
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 
-_KINDS = ("calls", "script", "pytest")  # of grading, and modules of rewards/
+_KINDS = ("calls", "script", "pytest", "logged_tests")  # of grading, and modules of rewards/
 
 
 def task_files() -> Iterator[str]:

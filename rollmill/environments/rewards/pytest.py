@@ -24,7 +24,7 @@ Without pytest, `file.py::function` and `file.py::Class::method` run as unittest
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -33,12 +33,11 @@ from rollmill.environments.reward import Reward, TimedConfig
 from rollmill.environments.rewards.apart.levels import Isolation, Levels, Plan
 from rollmill.environments.rewards.apart.session import Order
 from rollmill.environments.rewards.clean import DoesNotFit, read_grading
+from rollmill.environments.rewards.logged_tests import grade_lists
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
 from rollmill.strict import StrictModel
 from rollmill.types import Grade
-
-_MAX_NAMED = 20  # failed tests that the evidence names
 
 
 class PytestConfig(TimedConfig):
@@ -87,7 +86,8 @@ class Pytest(Reward):
             judged = await self._levels.judge(episode, self._plan(grading))
         except DoesNotFit as error:
             return Grade(0.0, evidence={"unwritable": str(error)}, grader=self.name)
-        return self._reward(grading, judged.verdicts, judged.evidence)
+        lists = {"fail_to_pass": grading.FAIL_TO_PASS, "pass_to_pass": grading.PASS_TO_PASS}
+        return grade_lists(self.name, lists, judged.verdicts, judged.evidence, partial=self.config.partial)
 
     async def weaknesses(self, episode: Episode) -> str:
         """What this reward cannot protect in a task; empty if it is no more than with any."""
@@ -104,15 +104,6 @@ class Pytest(Reward):
             max_output=self.config.max_output,
         )
         return Plan(order, {path: text.encode() for path, text in grading.files.items()}, grading.isolation)
-
-    def _reward(self, grading: _Grading, verdicts: dict[str, str], evidence: dict[str, Any]) -> Grade:
-        parts = {}
-        for name, tests in (("fail_to_pass", grading.FAIL_TO_PASS), ("pass_to_pass", grading.PASS_TO_PASS)):
-            failed = [test for test in tests if verdicts.get(test) != "passed"]
-            parts[name] = 1.0 - len(failed) / len(tests) if tests else 1.0
-            evidence[name] = {test[:200]: verdicts.get(test, "no verdict") for test in failed[:_MAX_NAMED]}
-        share = parts["fail_to_pass"] * parts["pass_to_pass"]
-        return Grade(share if self.config.partial else float(share == 1.0), parts, evidence, self.name)
 
 
 def _parse(task: Task) -> _Grading:

@@ -73,13 +73,23 @@ class PatchResult:
 
 
 def apply_patch(repository: Path, commit: str, patch: str, field: str) -> PatchResult:
+    modes = _list_commit(repository, commit)
+    return patched(_contents(repository, commit, paths_of(patch, field)), patch, field, modes)
+
+
+def paths_of(patch: str, field: str) -> list[str]:
+    """The files that a patch reads or writes. TaskError for one that leaves the work directory."""
     if _QUOTED.search(patch):
         raise TaskError(f"{field}: it has a quoted path", hint="paths with special characters are not supported")
     named = {*_TOUCHED.findall(patch), *_NAMED.findall(patch)}
-    touched = sorted(path for path in named if path != "dev/null")
-    contents = _contents(repository, commit, [check_field_path(path, field) for path in touched])
-    modes = _list_commit(repository, commit)
-    before = {path: (data, modes.get(path, _FILE)) for path, data in contents.items()}
+    return [check_field_path(path, field) for path in sorted(named) if path != "dev/null"]
+
+
+def patched(
+    contents: Mapping[str, bytes], patch: str, field: str, modes: Mapping[str, str] | None = None
+) -> PatchResult:
+    """What a patch makes of files. `modes`: git's modes of those that are programs or links."""
+    before = {path: (data, (modes or {}).get(path, _FILE)) for path, data in contents.items()}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch, "files")
         directory.mkdir()
