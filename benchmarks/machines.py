@@ -1,7 +1,7 @@
 """Machines: from start to the first command, with `bwrap` beside them in the same run; then virtual machines.
 
     python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--held 200]
-                                  [--only namespaces|forks|qemu]
+                                  [--only namespaces|forks|gradings|qemu]
 
 - p50 and p99 are of the time from `create` to the end of the first command, `true`. One machine at a time; each is
   closed before the next one starts.
@@ -16,6 +16,8 @@ next command. Without `bwrap` its row is left out. Both take turns, so that othe
 
 Forks: a namespace machine with 500 MB of files forks: until the fork is there, and until it has run `true`. Beside it,
 the same files are copied inside a machine, with `cp -r` and with `tar`.
+
+Gradings: a hidden test of two calls in one machine, the submission in another; eight at once, and all at once.
 
 Virtual machines have rows of their own, where QEMU is set up. A cold boot counts from the request to
 the end of the first command, and includes making the guest's files. Memory of paused machines: each has run a command;
@@ -43,6 +45,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import at_least, at_most, finish
+from rollmill.environments.episode import Episode
+from rollmill.environments.rewards.script import Script
+from rollmill.environments.task import Task
 from rollmill.errors import MachineError
 from rollmill.machines.images.image import BUILT_IN, load_image
 from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
@@ -50,7 +55,7 @@ from rollmill.machines.pool import Pool, PoolConfig
 from rollmill.machines.qemu.host import QemuHost, QemuMachine
 from rollmill.machines.qemu.parts import find_parts
 
-PARTS = ("namespaces", "forks", "qemu")
+PARTS = ("namespaces", "forks", "gradings", "qemu")
 AT_ONCE = 4
 ROUNDS = 4
 ROOT = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/work"]
@@ -154,6 +159,37 @@ def show(figures: dict[str, dict[str, float]]) -> None:
     for name, values in figures.items():
         table.add_row(name, *(f"{value:.1f}" for value in values.values()))
     Console().print(table)
+
+
+GRADED = Task(
+    "graded",
+    "f(x) is x + 1",
+    submission=("main.py",),
+    grading={
+        "kind": "script",
+        "verdict": "python",
+        "test": "from main import f\nfor x in (1, 2, 5): assert f(x) == x + 1",
+    },
+)
+
+
+async def measure_gradings(gradings: int) -> dict[str, float]:
+    """Hidden tests in one machine with the submission in another, few at once and all at once."""
+    submission, figures = {"main.py": b"def f(x):\n    return x + 1\n"}, {}
+    for name, at_once in (("few", 8), ("many", gradings)):
+        pool, reward, places = Pool(NamespaceHost()), Script(), asyncio.Semaphore(at_once)
+
+        async def grade(reward: Script = reward, pool: Pool = pool, places: asyncio.Semaphore = places) -> None:
+            async with places:
+                assert (await reward.grade(Episode(GRADED, submission, pool.grading()))).value == 1.0
+
+        await grade()
+        before, began = cpu_seconds(), time.monotonic()
+        await asyncio.gather(*(grade() for _ in range(gradings)))
+        figures[f"gradings_{name}_per_s"] = gradings / (time.monotonic() - began)
+        await pool.close()
+        figures[f"gradings_{name}_cpu_ms"] = 1e3 * (cpu_seconds() - before) / gradings
+    return figures
 
 
 FILE_KB = 256
@@ -410,6 +446,12 @@ def main() -> None:
         figures |= measured
         if "fork_p50_ms" in measured:
             bars["fork_p50_ms"] = at_most(measured["fork_p50_ms"], 25.0)
+    if arguments.only in (None, "gradings"):
+        measured = asyncio.run(measure_gradings(64 if arguments.quick else 256))
+        show_figures("gradings, tests apart from the submission", measured)
+        figures |= measured
+        share = measured["gradings_many_per_s"] / measured["gradings_few_per_s"]
+        bars["gradings_many_beside_few"] = at_least(share, 0.5)
     if arguments.only in (None, "qemu"):
         measured = virtual_figures(arguments.quick, arguments.held)
         figures |= measured

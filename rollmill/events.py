@@ -276,7 +276,7 @@ EVENTS: Mapping[str, Event] = {
     "eval": _event(
         "One part of an evaluation is done.",
         label="which evaluation, such as before or after",
-        split="the tasks' split",
+        split="the tasks' split, or the suite of [[evals.suites]]",
         mode="sampled or greedy",
         version="the version evaluated",
         solved="attempts that solved their task",

@@ -268,10 +268,13 @@ def test_files_and_functions_fit_a_reader(name: str) -> None:
 def test_nothing_executes_data(name: str) -> None:
     for node in ast.walk(tree(MODULES[name])):
         for target in imported(node):
-            assert target.split(".")[0] not in ("pickle", "cPickle", "dill", "marshal", "shelve"), f"{name}: {target}"
+            allowed = name == "rollmill.environments.rewards.apart.session" and target == "marshal"  # writes, see below
+            forbidden = ("pickle", "cPickle", "dill", "marshal", "shelve")
+            assert allowed or target.split(".")[0] not in forbidden, f"{name}: {target}"
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
+        assert called not in ("marshal.load", "marshal.loads"), f"{name}: {called}"
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
         assert name in GUESTS or called not in ("eval", "exec", "os.system", "os.popen"), f"{name} calls {called}"
         shell = keywords.get("shell")

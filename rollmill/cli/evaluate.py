@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollmill.cli.environment_settings import Settings
     from rollmill.evals import evaluation as evals
     from rollmill.evals.evaluation import Conduct, EvalResult
-    from rollmill.evals.suite import EvalConfig
+    from rollmill.evals.suite import EvalConfig, SuiteConfig
     from rollmill.rollouts.agent_endpoint import Endpoint
 
 SHOWN = 40  # tasks in the table
@@ -133,11 +133,17 @@ def _evaluate_endpoint(
 
 def limited_suite(configured: EvalConfig, tasks: int | None, attempts: int | None) -> EvalConfig:
     """The configured suite with fewer tasks or other attempts, as the command line says."""
-    changes: dict[str, int] = {} if attempts is None else {"attempts": attempts}
+    changes: dict[str, object] = {} if attempts is None else {"attempts": attempts}
     if tasks is not None:
         limited = {name: getattr(configured, name) for name in ("family_tasks", "fresh_tasks")}
         changes |= {"tasks": tasks, **{name: min(tasks, count) for name, count in limited.items() if count is not None}}
-    return configured.model_copy(update=changes)
+    suites = tuple(_limited(each, tasks, attempts) for each in configured.suites)
+    return configured.model_copy(update={**changes, "suites": suites})
+
+
+def _limited(suite: SuiteConfig, tasks: int | None, attempts: int | None) -> SuiteConfig:
+    count = suite.count if tasks is None else min(tasks, suite.count)
+    return suite.model_copy(update={"count": count, "attempts": attempts or suite.attempts})
 
 
 def _show(title: str, results: list[EvalResult], json: bool) -> None:
@@ -168,11 +174,11 @@ def _table(title: str, results: list[EvalResult]) -> Table:
         )
         for result in results
     ]
-    return _rows(f"{title}: 95 % intervals", ("split", "solved", "pass@1", "pass@k", "mean reward"), rows)
+    return _rows(f"{title}: 95 % intervals", ("split or suite", "solved", "pass@1", "pass@k", "mean reward"), rows)
 
 
 def _family_rows(results: list[EvalResult]) -> list[tuple[str, ...]]:
-    """The sampled attempts of all splits. Tasks without a family are one."""
+    """The sampled attempts of all splits; those of a suite apart. Tasks without a family are one."""
     made: dict[str, dict[str, list[Conduct]]] = {}
     for task, family, attempts in _sampled(results):
         made.setdefault(family, {})[task] = attempts
@@ -192,11 +198,18 @@ def _task_rows(results: list[EvalResult]) -> list[tuple[str, ...]]:
 
 
 def _sampled(results: list[EvalResult]) -> list[tuple[str, str, list[Conduct]]]:
-    """Task, family and graded attempts."""
+    """Task, family and graded attempts. Those of a suite begin with its name: two may have one id."""
+    from rollmill.evals.suite import SPLITS
+
     return [
-        (task, result.families.get(task, ""), [each for each in made if not each.lost])
+        (
+            f"{suite}{task}",
+            f"{suite}{result.families.get(task, '')}".removesuffix(": "),
+            [each for each in made if not each.lost],
+        )
         for result in results
         if result.mode == "sampled"
+        for suite in ["" if result.split in SPLITS else f"{result.split}: "]
         for task, made in result.conduct.items()
     ]
 

@@ -94,11 +94,12 @@ def _acceptance(tree: Mapping[str, Any]) -> Draw | None:
 
 def _metric(metric: Mapping[str, Any]) -> tuple[str, str, list[str], bool | None]:
     """What the gate compared, how, its figures, and whether the bound holds."""
-    name, compared = METRICS.get(str(metric["name"]), (str(metric["name"]), ""))
+    suite, of, plain = str(metric["name"]).rpartition(": ")
+    name, compared = METRICS.get(plain, (plain, ""))
     change, low, high = map(_figure, metric["change"])
     bound = f"{'≥' if metric['at_least'] else '≤'} {_figure(metric['bound'])}"
     figures = [_figure(metric["live"]), _figure(metric["candidate"]), change, f"{low} to {high}", bound]
-    return name, compared, figures, metric["holds"]
+    return f"{suite}{of}{name}", compared, figures, metric["holds"]
 
 
 def _figure(value: float | None) -> str:

@@ -63,7 +63,7 @@ def _curves(evals: Sequence[Event]) -> tuple[list[tuple[str, str, Draw]], list[l
                     series.append(Series(SPLITS.get(split, split), points, colour))
             if series:
                 charts.append((stage, title, line_chart(series, Axes("version", title, format, floor=0.0))))
-        rows += [[_versions(one), *_result(one)] for one in own if _is_during(one)]
+        rows += [_result(one) for one in own if _is_during(one)]
     return charts, rows
 
 
@@ -91,6 +91,7 @@ def _result(result: Event) -> list[str]:
     reward, low, high = (finite(result.get(key)) for key in ("reward", "reward_low", "reward_high"))
     return [
         f"{SPLITS.get(str(result.get('split')), result.get('split'))}, {result.get('mode')}, {result.get('label')}",
+        _versions(result),
         number(finite(result.get("attempts"), 0)),
         f"{percent(rate.value, 1)} ({percent(rate.low, 1)} to {percent(rate.high, 1)})",
         once,
@@ -103,7 +104,9 @@ def _apart(evals: Sequence[Event], by: str) -> list[list[str]]:
     found: dict[tuple[str, str], list[list[Mapping[str, Any]]]] = {}
     for result in evals:
         names, conduct = result.get(by), result.get("conduct")
-        if result.get("mode") != "sampled" or not isinstance(names, Mapping) or not isinstance(conduct, Mapping):
+        if result.get("mode") != "sampled" or result.get("split") not in SPLITS:  # suites stand apart already
+            continue
+        if not isinstance(names, Mapping) or not isinstance(conduct, Mapping):
             continue
         for task, made in conduct.items():
             known = [each for each in made if not each.get("lost")]

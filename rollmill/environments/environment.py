@@ -104,6 +104,7 @@ def find_parts(tree: dict[str, Any]) -> dict[str, Any]:
     if directory is not None:
         search_also(directory)
     tables = tree.get("environments")
+    tree = _find_suites(tree, directory or Path.cwd())
     if not isinstance(tables, list) or not tables:
         return _find_parts_of(tree, directory or Path.cwd())
     if single := next((name for name in PARTS if name in tree), None):
@@ -128,6 +129,20 @@ def _find_parts_of(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     if "tasks" not in tree:
         return tree
     return {**tree, "tasks": resolve_paths(TasksSection, tree["tasks"], directory)}
+
+
+def _find_suites(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The same for the tasks of [[evals.suites]]."""
+    evals = tree.get("evals")
+    if not isinstance(evals, dict) or not isinstance(evals.get("suites"), list):
+        return tree
+    tables = [
+        {**table, "tasks": resolve_paths(TasksSection, table["tasks"], directory)}
+        if isinstance(table, dict) and "tasks" in table
+        else table
+        for table in evals["suites"]
+    ]
+    return {**tree, "evals": {**evals, "suites": tables}}
 
 
 def _own_parts(harness: dict[str, Any]) -> dict[str, Any]:

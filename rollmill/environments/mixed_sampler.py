@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from rollmill.environments.sampler import Draw, Sampler, TaskResults
+from rollmill.environments.sampler import Draw, Results, Sampler, TaskResults
 from rollmill.environments.task import Task, TaskSet
 from rollmill.environments.tasks.mixed import MixedTasks, turns
 
@@ -20,8 +20,8 @@ class MixedSampler(Sampler):
         self._groups = Counter[str]()  # that each environment had, up to the latest index
         self._latest = -1, ""  # the newest index that was asked for, and its environment
         self._results: Mapping[str, TaskResults] = {}
-        self._read = 0  # results that are divided
-        self._divided: dict[str, dict[str, TaskResults]] = {}
+        self._read = 0  # entries of their log that are divided
+        self._divided: dict[str, Results] = {}
 
     def check(self, tasks: TaskSet) -> None:
         assert isinstance(tasks, MixedTasks)
@@ -43,11 +43,14 @@ class MixedSampler(Sampler):
             self._latest = index, name
         return self._latest[1]
 
-    def _of(self, name: str, results: Mapping[str, TaskResults]) -> dict[str, TaskResults]:
-        """The results of an environment. Tasks are only ever added, and their results change in place."""
-        if results is not self._results:
+    def _of(self, name: str, results: Mapping[str, TaskResults]) -> Results:
+        """The results of an environment. They change in place; without a log all may have changed."""
+        log = results.log if isinstance(results, Results) else None
+        if results is not self._results or log is None:
             self._results, self._read, self._divided = results, 0, {}
-        for id in itertools.islice(results, self._read, None):
-            self._divided.setdefault(id.partition("/")[0], {})[id] = results[id]
-        self._read = len(results)
-        return self._divided.setdefault(name, {})
+        for id in itertools.islice(results if log is None else log, self._read, None):
+            own = self._divided.setdefault(id.partition("/")[0], Results())
+            own[id] = results[id]
+            own.log.append(id)
+        self._read = 0 if log is None else len(log)
+        return self._divided.setdefault(name, Results())

@@ -31,6 +31,20 @@ class TaskResults:
         self.recent.append(reward)
 
 
+class Results(dict[str, TaskResults]):
+    """Results by task id. `log` has the ids in the order in which results came, so that a sampler looks at new ones
+    only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def of(self, id: str) -> TaskResults:
+        """Where to add a result of this task."""
+        self.log.append(id)
+        return self.setdefault(id, TaskResults())
+
+
 @dataclass(frozen=True)
 class Draw:
     """What a choice may depend on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -109,6 +110,10 @@ class TaskSet(ABC):
     @abstractmethod
     def train(self, seed: int) -> Iterator[Task]:
         """An endless stream of training tasks; the same seed gives the same stream."""
+
+    def train_from(self, seed: int, start: int) -> Iterator[Task]:
+        """The stream of `train` without its first `start` tasks."""
+        return itertools.islice(self.train(seed), start, None)
 
     @abstractmethod
     def heldout(self, split: str, count: int) -> list[Task]:

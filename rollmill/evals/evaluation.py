@@ -13,7 +13,7 @@ from rollmill import telemetry
 from rollmill.environments.environment import Environments
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, TaskSet
-from rollmill.errors import RollmillError, TaskError
+from rollmill.errors import RollmillError
 from rollmill.evals.kept import Kept
 from rollmill.evals.statistics import clustered_interval, pass_at
 from rollmill.evals.suite import Cell, EvalConfig
@@ -58,7 +58,7 @@ class Conduct:
 @dataclass(frozen=True)
 class EvalResult:
     label: str
-    split: str
+    split: str  # or the name of the suite of [[evals.suites]]
     mode: str
     version: int
     solved: int
@@ -96,7 +96,7 @@ class Examination:
     version: int
     max_answer_tokens: int
     seed: int
-    first: int = 0  # the number of the first attempt, if earlier ones are made already
+    rounds: range = range(1)  # range(1, 3) makes twice as many more attempts, after those of the first round
 
     @property
     def index_run(self) -> str:
@@ -168,9 +168,9 @@ async def run_eval(
     prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}"
 
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
-        group = f"{as_id(f'{prefix}-{cell.split}-{cell.mode}')}-{index:04d}"
+        group = f"{as_id(f'{prefix}-{cell.name}-{cell.mode}')}-{index:04d}"
         made = functools.partial(_attempt, context, task, cell, examination, group, number)
-        return await made() if kept is None else await kept.get(f"{cell.split}-{cell.mode}", task, number, made)
+        return await made() if kept is None else await kept.get(f"{cell.name}-{cell.mode}", task, number, made)
 
     return await run_cells(tasks, config, examination, attempt, on_progress)
 
@@ -183,10 +183,7 @@ async def run_cells(
     on_progress: OnProgress | None = None,
 ) -> list[EvalResult]:
     """Make every attempt of the suite, `config.concurrency` at once, and sum them up by cell."""
-    cells = [(cell, tasks.heldout(cell.split, cell.tasks)) for cell in config.cells(tasks)]
-    for cell, suite in cells:
-        if not suite:
-            raise TaskError(f"the task set has no tasks in the split {cell.split!r}", hint="leave it out of [evals]")
+    cells = [(cell.repeated(examination.rounds), cell.chosen(tasks)) for cell in config.cells(tasks)]
     counter = _Counter(examination.label, sum(cell.attempts * len(suite) for cell, suite in cells), on_progress)
     results = []
     for cell, suite in cells:
@@ -213,7 +210,7 @@ async def _attempt_cell(
     try:
         async with asyncio.TaskGroup() as running:
             attempts = {
-                task.id: [running.create_task(in_slot(task, index, number)) for number in range(cell.attempts)]
+                task.id: [running.create_task(in_slot(task, index, cell.first + made)) for made in range(cell.attempts)]
                 for index, task in enumerate(suite)
             }
     except ExceptionGroup as group:
@@ -226,7 +223,7 @@ async def _attempt(
 ) -> Outcome:
     """One attempt. Its trajectory row is created here, when it runs: an interrupted evaluation leaves few behind."""
     run, id = examination.index_run, f"{group}-{number}"
-    provenance = {**provenance_of(task), "mode": cell.mode}
+    provenance = {**provenance_of(task), "mode": cell.mode, **({"suite": cell.suite} if cell.suite else {})}
     await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
     sampling = sampling_of(task, cell, number, examination)
     facts = {"run": run, "group_id": group, "provenance": provenance}
@@ -264,7 +261,7 @@ def sampling_of(task: Task, cell: Cell, number: int, examination: Examination) -
     return Sampling(
         temperature=cell.temperature,
         max_tokens=examination.max_answer_tokens,
-        seed=rollout_seed(examination.seed, task.id, examination.first + number),
+        seed=rollout_seed(examination.seed, task.id, number),
     )
 
 
@@ -293,7 +290,7 @@ def _summarise(
     versions = [version for outcome in flat if outcome.versions for version in outcome.versions]
     return EvalResult(
         label=examination.label,
-        split=cell.split,
+        split=cell.name,
         mode=cell.mode,
         version=examination.version,
         solved=sum(outcome.solved for outcome in flat),

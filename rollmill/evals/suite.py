@@ -1,27 +1,132 @@
-"""What an evaluation measures: cells of (split, mode), each with N held-out tasks and M attempts per task."""
+"""What an evaluation measures: cells, each with N held-out tasks and M attempts per task. The run's own are cells of
+(split, mode); each table of [[evals.suites]] is one more, with its own tasks and bounds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Self
+import difflib
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from rollmill.config import Config
-from rollmill.environments.task import TaskSet
-from rollmill.errors import TaskError
+from rollmill.config import NAME, Config
+from rollmill.environments.part_sections import TasksSection
+from rollmill.environments.task import Task, TaskSet
+from rollmill.environments.tasks.mixed import MixedTasks, NamedTasks
+from rollmill.errors import ConfigError, TaskError
+from rollmill.evals.gate_config import BOUNDS, GateConfig
+from rollmill.kinds import build
 
 FAMILY = "heldout_family"
+SPLITS = ("heldout", "fresh", FAMILY)  # of the cells that are no suite of [[evals.suites]]
 _FAMILY_TASKS = 64
 
 
 @dataclass(frozen=True)
 class Cell:
-    split: str  # heldout | fresh | heldout_family
+    split: str
     mode: Literal["sampled", "greedy"]
     tasks: int
     attempts: int
     temperature: float = 1.0
+    suite: str = ""  # of [[evals.suites]]
+    source: TaskSet | None = None  # of its tasks; None: those of the run
+    first: int = 0  # the number of the first attempt, if earlier ones are made already
+
+    @property
+    def name(self) -> str:
+        """What its results are called."""
+        return self.suite or self.split
+
+    def repeated(self, rounds: range) -> Cell:
+        """The attempts of these rounds; round 0 is the cell as it is configured."""
+        return replace(self, attempts=self.attempts * len(rounds), first=self.attempts * rounds.start)
+
+    def held(self, tasks: TaskSet) -> list[Task]:
+        """Its tasks, if the run has `tasks`."""
+        return (self.source or tasks).heldout(self.split, self.tasks)
+
+    def chosen(self, tasks: TaskSet) -> list[Task]:
+        """The same. TaskError if there are none."""
+        if found := self.held(tasks):
+            return found
+        if self.suite:
+            hint = "name another `split`; `heldout_share = 1.0` in the suite's own `tasks` takes all of them"
+            raise TaskError(f"evals.suites.{self.suite}: there are no tasks in the split {self.split!r}", hint=hint)
+        hint = "give tasks this split; `evals.family_tasks = 0` and `evals.fresh_tasks = 0` leave splits out"
+        raise TaskError(f"there are no tasks in the split {self.split!r}, which [evals] measures", hint=hint)
+
+
+def _check_name(name: str) -> str:
+    if name in SPLITS:
+        raise ValueError("results of [evals] are called so already: give the suite another name")
+    return name
+
+
+def _check_bounds(bounds: dict[str, int | float]) -> dict[str, int | float]:
+    for name in bounds:
+        if name not in BOUNDS:
+            near = difflib.get_close_matches(name, BOUNDS, n=1, cutoff=0.5)
+            raise ValueError(f"{name!r} is no bound; {f'did you mean {near[0]!r}?' if near else ', '.join(BOUNDS)}")
+    GateConfig.model_validate(bounds)
+    return bounds
+
+
+class SuiteConfig(Config):
+    """Tasks that every evaluation of the run measures too, before, while and after it trains, with results apart."""
+
+    name: Annotated[str, AfterValidator(_check_name)] = Field(
+        pattern=NAME, description="The suite's name: its results stand under it."
+    )
+    tasks: TasksSection | None = Field(
+        None, description="Tasks of its own, from another file for example. Not set: those of `environment`."
+    )
+    environment: str | None = Field(
+        None,
+        description="The one of [[environments]] whose tasks it takes, or that plays and grades its own `tasks`. Not "
+        "set: all tasks of the run; with `tasks` of its own, the run's only environment.",
+    )
+    split: str = Field("heldout", min_length=1, description="Split of the tasks that are measured.")
+    count: int = Field(128, ge=1, description="At most this many tasks.")
+    attempts: int | None = Field(None, ge=1, description="Attempts per task. Not set: `evals.attempts`.")
+    temperature: float | None = Field(None, ge=0, description="Sampling temperature. Not set: `evals.temperature`.")
+    bounds: Annotated[dict[str, int | float], AfterValidator(_check_bounds)] | None = Field(
+        None,
+        description="Bounds that a version must keep on this suite to become `live`, such as {max_quality_loss = 0.02}."
+        f" Names: {', '.join(BOUNDS)}. What is left out is as in [gate]. Not set: the gate does not measure the suite.",
+    )
+
+    def cell(self, evals: EvalConfig, tasks: TaskSet) -> Cell:
+        """`tasks`: those of the run."""
+        temperature = evals.temperature if self.temperature is None else self.temperature
+        made = self.attempts or evals.attempts
+        return Cell(self.split, "sampled", self.count, made, temperature, self.name, self._source(tasks))
+
+    def _source(self, tasks: TaskSet) -> TaskSet | None:
+        parts = tasks.parts if isinstance(tasks, MixedTasks) else {}
+        if self.environment is not None and self.environment not in parts:
+            raise ConfigError(
+                f"evals.suites.{self.name}: environment = {self.environment!r} is none of the run",
+                hint=f"[[environments]]: {', '.join(parts) or 'there are none, so leave it out'}",
+            )
+        if self.tasks is None:
+            return None if self.environment is None else parts[self.environment]
+        if self.environment is not None:
+            return NamedTasks(self.environment, build(self.tasks))
+        if parts:
+            raise ConfigError(
+                f"evals.suites.{self.name}: the run has several environments, and `tasks` says not which one plays it",
+                hint=f"set `environment` to one of {', '.join(parts)}",
+            )
+        own: TaskSet = build(self.tasks)
+        return own
+
+
+def _have_names_of_their_own(suites: tuple[SuiteConfig, ...]) -> tuple[SuiteConfig, ...]:
+    names = [each.name for each in suites]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two suites are called {twice!r}: give each its own `name`")
+    return suites
 
 
 class EvalConfig(Config):
@@ -69,6 +174,9 @@ class EvalConfig(Config):
         ge=1,
         description="Most attempts of an evaluation of `every` in progress at once. Few leave the engines to rollouts.",
     )
+    suites: Annotated[tuple[SuiteConfig, ...], AfterValidator(_have_names_of_their_own)] = Field(
+        (), description="Further tasks that every evaluation measures, each with results and bounds of its own."
+    )
 
     def while_training(self) -> Self:
         """What `every` measures: less, so that it is done when the next version is due."""
@@ -83,7 +191,7 @@ class EvalConfig(Config):
             cells.append(Cell("fresh", "sampled", self.fresh_tasks, self.attempts, self.temperature))
         if family_tasks := self._family_tasks(tasks):
             cells.append(Cell(FAMILY, "sampled", family_tasks, self.attempts, self.temperature))
-        return cells
+        return [*cells, *(suite.cell(self, tasks) for suite in self.suites)]
 
     def _family_tasks(self, tasks: TaskSet) -> int:
         if self.family_tasks is not None:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollmill.errors import WeightsError
-from rollmill.evals.gate import GateConfig
+from rollmill.evals.gate_config import GateConfig
 from rollmill.feedback.collect import Conversations
 from rollmill.feedback.distil import TRAINABLE, WITHOUT_CONSENT, Conversation, Distilled, Lag, distil
 from rollmill.feedback.rule import reward_of

@@ -24,7 +24,9 @@ from rollmill import telemetry
 from rollmill.environments.environment import build_tasks, each_environment
 from rollmill.errors import WeightsError
 from rollmill.evals.evaluation import Conduct, EvalResult
-from rollmill.evals.gate import BY_ESTIMATE, GateConfig, GateVerdict, judge, surely_better
+from rollmill.evals.gate import GateVerdict, surely_better
+from rollmill.evals.gate_config import BY_ESTIMATE, GateConfig
+from rollmill.evals.gate_suites import judge_suites, own
 from rollmill.evals.suite import EvalConfig
 from rollmill.kinds import code_of
 from rollmill.launch.roles.dispatcher import evaluate as evaluation
@@ -53,22 +55,24 @@ def run_gate(
 ) -> GateVerdict:
     """Measure both versions, unless they are measured already, and record the verdict about the candidate. Record only
     what `live` may rely on: a comparison with the live version on the whole suite of the run."""
-    suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
+    bounded = tuple(each for each in suite.suites if each.bounds is not None)
+    suite = suite.model_copy(update={"greedy": False, "suites": bounded})  # one greedy attempt says little of behaviour
     measuring = _Measuring(run, run.objects(), suite, suite_digest(run, suite), on_tick)
     targets = [live.pinned(), candidate.pinned()]
     names = (str(live.version), str(candidate.version))
     for look in range(config.looks):
-        attempts = suite.attempts << look
-        measured = measuring.both(targets, attempts, beside=config.beside, again=again and not look)
+        rounds = 1 << look
+        measured = measuring.both(targets, rounds, beside=config.beside, again=again and not look)
         yardstick = None
         if record and names[0] != names[1]:
-            yardstick = measuring.yardstick(live.version, config.yardstick, attempts)
+            yardstick = measuring.yardstick(live.version, config.yardstick, rounds)
         verdict, by_estimate = (
-            judge(
+            judge_suites(
                 measured[0].attempts,
                 measured[1].attempts,
                 rule,
                 names,
+                bounded,
                 beside=measured[0].moment == measured[1].moment,
                 yardstick=yardstick,
             )
@@ -91,25 +95,24 @@ class _Measuring:
     digest: str  # of the suite
     on_tick: Callable[[], None]
 
-    def both(self, targets: Sequence[Target], attempts: int, *, beside: bool, again: bool) -> list[_Measured]:
-        """Measures both versions, `attempts` per task. Missing attempts of both are made at the same time."""
+    def both(self, targets: Sequence[Target], rounds: int, *, beside: bool, again: bool) -> list[_Measured]:
+        """Measures both versions, with the attempts of `rounds` rounds of the suite. Missing attempts of both are made
+        at the same time."""
         by_version = {target.version: target for target in targets}  # the first live version is its own candidate
         known = {version: _Measured("", {}) if again else self._read(version) for version in by_version}
         if beside and len({measured.moment for measured in known.values()}) > 1:
             known = dict.fromkeys(by_version, _Measured("", {}))  # live was measured since, beside another candidate
         moment, lacking = secrets.token_hex(8), defaultdict[int, list[Target]](list)
         for version, measured in known.items():
-            if self._lacks(measured, attempts):
-                lacking[measured.made].append(by_version[version])
+            if self._lacks(measured, rounds):
+                lacking[self._rounds(measured)].append(by_version[version])
         for made, wanted in lacking.items():
-            more = _measure(self.run, wanted, self.suite, made, attempts, self.on_tick)
+            more = _measure(self.run, wanted, self.suite, range(made, rounds), self.on_tick)
             for target, found in zip(wanted, more, strict=True):
                 self._write(target.version, known[target.version].with_more(found, moment))
         return [self._read(target.version) for target in targets]
 
-    def yardstick(
-        self, live: Version, wanted: str | None, attempts: int
-    ) -> tuple[str, dict[str, list[Conduct]]] | None:
+    def yardstick(self, live: Version, wanted: str | None, rounds: int) -> tuple[str, dict[str, list[Conduct]]] | None:
         """The version that is `wanted`, or the best of those that were live, with its attempts; None if it is live now.
         It is measured on its own where this suite has not measured it: its seconds are not compared."""
         objects, weights = self.objects, WeightStore(self.objects)
@@ -123,19 +126,24 @@ class _Measuring:
             raise WeightsError(f"gate.yardstick is {version}, whose weights are not in the store", hint=hint)
         if version != live and not lost:
             measured = self._read(version)
-            if self._lacks(measured, attempts):
-                (more,) = _measure(self.run, [target], self.suite, measured.made, attempts, self.on_tick)
+            if self._lacks(measured, rounds):
+                made = range(self._rounds(measured), rounds)
+                (more,) = _measure(self.run, [target], self.suite, made, self.on_tick)
                 self._write(version, measured.with_more(more, "yardstick"))
             found, of_live = (self._read(each).attempts for each in (version, live))
-            if wanted or not surely_better(found, of_live):
+            if wanted or not surely_better(own(found, self.suite.suites), own(of_live, self.suite.suites)):
                 return str(version), found
         if not wanted and known != str(live):
             objects.put(_YARDSTICK, json.dumps({"version": str(live)}).encode())
         return None
 
-    def _lacks(self, measured: _Measured, attempts: int) -> bool:
-        """What is measured has the attempts of the suite, or more."""
-        return measured.made < attempts if attempts > self.suite.attempts else not measured.attempts
+    def _lacks(self, measured: _Measured, rounds: int) -> bool:
+        return self._rounds(measured) < rounds
+
+    def _rounds(self, measured: _Measured) -> int:
+        """How often the attempts of the suite were made."""
+        most = max(map(len, own(measured.attempts, self.suite.suites).values()), default=0)
+        return -(-most // self.suite.attempts)
 
     def _key(self, version: Version) -> str:
         return f"gates/measured/{version}-{self.digest}.json"
@@ -196,11 +204,6 @@ class _Measured:
     moment: str  # versions that were measured at the same time have the same
     attempts: dict[str, list[Conduct]]
 
-    @property
-    def made(self) -> int:
-        """Attempts per task."""
-        return max(map(len, self.attempts.values()), default=0)
-
     def with_more(self, attempts: dict[str, list[Conduct]], moment: str) -> _Measured:
         tasks = self.attempts.keys() | attempts.keys()
         return _Measured(moment, {task: [*self.attempts.get(task, []), *attempts.get(task, [])] for task in tasks})
@@ -210,13 +213,11 @@ def _measure(
     run: RunDirectory,
     targets: Sequence[Target],
     suite: EvalConfig,
-    made: int,
-    attempts: int,
+    rounds: range,
     on_tick: Callable[[], None],
 ) -> list[dict[str, list[Conduct]]]:
-    """Evaluate versions at the same time, each with a gateway and engines of its own. Returns the attempts of each that
-    come after the `made` first ones, up to `attempts` per task."""
-    suite = suite.model_copy(update={"attempts": attempts - made})
+    """Evaluate versions at the same time, each with a gateway and engines of its own. Returns the attempts of each in
+    these rounds of the suite."""
     with contextlib.ExitStack() as held:
         services = [held.enter_context(serving(run, target, "eval")) for target in targets]
 
@@ -227,7 +228,7 @@ def _measure(
 
         async def both() -> list[list[EvalResult]]:
             work = [
-                evaluation(service, suite, target.version, made)
+                evaluation(service, suite, target.version, rounds)
                 for (service, _), target in zip(services, targets, strict=True)
             ]
             return list(await asyncio.gather(*work))
@@ -242,7 +243,7 @@ def _measure(
 
 
 def _by_task(results: list[EvalResult]) -> dict[str, list[Conduct]]:
-    """The attempts of all splits. The same task in two splits stays two."""
+    """The attempts of all splits and suites. The same task in two of them stays two."""
     return {f"{result.split} {task}": made for result in results for task, made in result.conduct.items()}
 
 
@@ -266,14 +267,13 @@ def _share(attempts: dict[str, list[Conduct]], seconds: float) -> dict[str, list
 def suite_digest(run: RunDirectory, suite: EvalConfig) -> str:
     """What else the attempts depend on: other tasks, machines, limits, draws or code are another measurement."""
     config, tasks = run.config, build_tasks(run.config)
-    contents = [
-        [cell.split, cell.attempts, *(task.digest for task in tasks.heldout(cell.split, cell.tasks))]
-        for cell in suite.cells(tasks)
-    ]
-    own = each_environment(config)
-    parts = [suite, config.rollouts, *own]
-    settings = [part.model_dump(mode="json") for part in parts]
-    code = [code_of(section) for each in own for section in (each.harness, each.machine, *each.rewards)]
+    contents = [[cell.split, cell.attempts, *(task.digest for task in cell.held(tasks))] for cell in suite.cells(tasks)]
+    environments = each_environment(config)
+    measured = suite.model_dump(mode="json", exclude={"suites": {"__all__": {"bounds"}}})  # a bound changes no attempt
+    if not measured["suites"]:
+        del measured["suites"]  # as in measurements of before there were any
+    settings = [measured, *(part.model_dump(mode="json") for part in (config.rollouts, *environments))]
+    code = [code_of(section) for each in environments for section in (each.harness, each.machine, *each.rewards)]
     text = json.dumps([config.seed, *config.forms, contents, settings, code])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

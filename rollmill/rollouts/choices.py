@@ -6,7 +6,7 @@ the task and that version with the group. So a dispatcher that is started again 
 
 from __future__ import annotations
 
-from rollmill.environments.sampler import Draw, Sampler, TaskResults
+from rollmill.environments.sampler import Draw, Results, Sampler
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
 from rollmill.trajectories.ledger import Ledger
@@ -16,7 +16,7 @@ from rollmill.trajectories.staleness import Pace
 class Choices:
     def __init__(self, sampler: Sampler, tasks: TaskSet, ledger: Ledger, pace: Pace, seed: int) -> None:
         self._sampler, self._tasks, self._ledger, self._pace, self._seed = sampler, tasks, ledger, pace, seed
-        self._results: dict[str, TaskResults] = {}
+        self._results = Results()
         self._read = 0  # the newest step whose results are in
 
     def read(self, committed: int) -> None:
@@ -24,7 +24,7 @@ class Choices:
         if committed <= self._read:
             return  # most groups start while no step was committed
         for result in self._ledger.results(self._read, committed):
-            known = self._results.setdefault(result.task_id, TaskResults())
+            known = self._results.of(result.task_id)
             known.add(reward=result.reward, solved=result.solved, turns=result.turns, tokens=result.tokens)
         self._read = committed
 

@@ -222,4 +222,4 @@ def _heldout(run: RunDirectory) -> frozenset[str]:
     if not each_environment(run.config):
         return frozenset()
     tasks, suite = build_tasks(run.config), run.config.evals
-    return frozenset(task.id for cell in suite.cells(tasks) for task in tasks.heldout(cell.split, cell.tasks))
+    return frozenset(task.id for cell in suite.cells(tasks) for task in cell.held(tasks))

@@ -88,11 +88,7 @@ def check_tasks(config: RunConfig) -> TaskSet:
             hint='set evals.engines = "run"',
         )
     for cell in config.evals.cells(tasks):
-        if not tasks.heldout(cell.split, 1):
-            raise ConfigError(
-                f"[tasks] has no task in the split {cell.split!r}, which [evals] measures",
-                hint="give tasks this split; `evals.family_tasks = 0` and `evals.fresh_tasks = 0` leave splits out",
-            )
+        cell.chosen(tasks)
     return tasks
 
 

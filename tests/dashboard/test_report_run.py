@@ -9,7 +9,8 @@ from pathlib import Path
 from rollmill import telemetry
 from rollmill.dashboard.report_run import ACCEPTANCE, SECOND_ACT, read_living, report_run
 from rollmill.evals.evaluation import Conduct
-from rollmill.evals.gate import GateConfig, judge
+from rollmill.evals.gate import judge
+from rollmill.evals.gate_config import GateConfig
 from rollmill.events import EVENTS
 from rollmill.feedback.collect import PRODUCTION
 from rollmill.runs.cycle_journal import Journal

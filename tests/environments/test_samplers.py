@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from rollmill.environments.sampler import Draw, Sampler, TaskResults
+from rollmill.environments.mixed_sampler import MixedSampler
+from rollmill.environments.sampler import Draw, Results, Sampler, TaskResults
+from rollmill.environments.samplers import frontier
 from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task, TaskSet
 from rollmill.environments.tasks.listed import ListedTasks
+from rollmill.environments.tasks.mixed import MixedTasks
 from rollmill.errors import ConfigError
 
 RATES = {"solved": 1.0, "easy": 0.75, "even": 0.5, "hard": 0.25, "hopeless": 0.0}
@@ -59,6 +63,55 @@ def test_frontier_prefers_what_teaches_and_harder_tasks_later() -> None:
     # the bias when it is off: two fifths of the rollouts go to tasks that teach nothing
     uniform = Counter(simulate(Uniform()))
     assert uniform["solved"] + uniform["hopeless"] == pytest.approx(0.4 * GROUPS, rel=0.05)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_choice_looks_at_what_is_new_and_not_at_every_task(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: tasks that are measured, results that are read, and how often weights are made."""
+    looked = Counter[str]()
+
+    class Counted(Results):
+        def __getitem__(self, id: str) -> TaskResults:
+            looked["results"] += 1
+            return super().__getitem__(id)
+
+        def __iter__(self) -> Iterator[str]:
+            looked["results"] += len(self)
+            return super().__iter__()
+
+    def counting(name: str, function: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            looked[name] += 1
+            return function(*arguments)
+
+        return counted
+
+    monkeypatch.setattr(frontier, "_measure", counting("measured", frontier._measure))
+    monkeypatch.setattr(Frontier, "_weigh", counting("weighed", Frontier._weigh))
+    counts = []
+    for size in (1_000, 100_000):
+        listed: TaskSet = ListedTasks(Task(f"t{number}", "do it", family=f"f{number % 9}") for number in range(size))
+        sampler: Sampler = Frontier(FrontierConfig())
+        if several:
+            listed, sampler = MixedTasks({"one": listed}, {"one": 1.0}), MixedSampler({"one": sampler})
+        sampler.choose(listed, Draw(0, 7, 0.0, Counted()))
+        looked.clear()
+        results = Counted()
+        for index in range(160):  # eight groups per step
+            task = sampler.choose(listed, Draw(index, 7, index // 8 / 20, results))
+            if index % 8 == 7:
+                for attempt in range(4):
+                    results.of(task.id).add(reward=attempt % 2, solved=False, turns=1, tokens=1)
+        counts.append(dict(looked))
+        assert looked["measured"] == 19 and looked["weighed"] == 19
+        assert looked["results"] <= 19 * 2 * (1 + 4 * several)
+        resumed: Sampler = Frontier(FrontierConfig())  # it meets all results at once
+        resumed = MixedSampler({"one": resumed}) if several else resumed
+        assert all(
+            sampler.choose(listed, draw) == resumed.choose(listed, draw)
+            for draw in (Draw(index, 7, 1.0, results) for index in range(160, 180))
+        )
+    assert counts[0] == counts[1]
 
 
 def test_a_hopeless_task_that_becomes_solvable_comes_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rollmill import telemetry
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cli.evaluate import _family_rows, _task_rows
 from rollmill.demo.coding_tools import tool_schemas
 from rollmill.demo.micro_repos import MicroRepos
 from rollmill.environments.task import Task
@@ -22,7 +24,7 @@ from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import GatewayError, RollmillError, StorageError, TaskError
 from rollmill.evals.evaluation import Examination, Progress, _summarise, run_eval
 from rollmill.evals.statistics import clustered_interval
-from rollmill.evals.suite import Cell, EvalConfig
+from rollmill.evals.suite import Cell, EvalConfig, SuiteConfig
 from rollmill.machines.namespace.client import NamespaceHost
 from rollmill.rollouts.gateway_client import GatewayClient
 from rollmill.rollouts.rollout import Outcome
@@ -89,6 +91,29 @@ async def test_an_evaluation_can_be_repeated(world: World) -> None:
     (first,) = await run_eval(world.context, Additions(), suite, EXAMINATION)
     (second,) = await run_eval(world.context, Additions(), suite, EXAMINATION)
     assert first.by_task == second.by_task and first.example_solved != second.example_solved
+
+
+class Suite(ListedTasks):
+    """A task that the script of `Additions` solves, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__(Additions().heldout("heldout", 2))
+
+
+async def test_results_of_a_suite_stand_under_its_name(world: World) -> None:
+    tasks = {"kind": f"{__name__}:Suite"}
+    own = SuiteConfig.model_validate_json(
+        json.dumps({"name": "own", "tasks": tasks, "attempts": 2, "temperature": 0.5})
+    )
+    config = EvalConfig(tasks=1, attempts=1, family_tasks=0, greedy=False, suites=(own,))
+    first, second = await run_eval(world.context, Additions(), config, EXAMINATION)
+    assert (first.split, first.attempts, second.split, second.attempts, second.k) == ("heldout", 1, "own", 4, 2)
+    assert second.by_task == {"heldout/0": [True] * 2, "heldout/1": [False] * 2} and second.version == 0
+    assert {request["sampling"]["temperature"] for request in world.engine.requests} == {0.5, 1.0}
+    rows = world.context.trajectories.list(run=f"{RUN}/eval-before")
+    assert sorted(row.provenance.get("suite", "") for row in rows) == ["", "own", "own", "own", "own"]
+    assert [row[0] for row in _task_rows([first, second])] == ["own: heldout/1", "heldout/0", "own: heldout/0"]
+    assert [row[0] for row in _family_rows([second])] == ["own: add"]
 
 
 async def test_attempts_that_an_interrupted_evaluation_left_open_fail_when_it_is_run_again(world: World) -> None:

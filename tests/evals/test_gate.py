@@ -12,7 +12,8 @@ import pytest
 
 from rollmill.errors import RollmillError
 from rollmill.evals.evaluation import Conduct
-from rollmill.evals.gate import GateConfig, GateVerdict, Metric, judge
+from rollmill.evals.gate import GateVerdict, Metric, judge
+from rollmill.evals.gate_config import GateConfig
 from rollmill.evals.statistics import clustered_ratio, seen
 
 NAMES = ("rl@1", "rl@2")

@@ -29,6 +29,7 @@ CANNOT_PREPARE = """
 from types import SimpleNamespace
 from rollmill.machines.namespace.slot import Cloner
 cloner = Cloner(SimpleNamespace(own_user=True), None, lambda pid: None)
+cloner.prepare()
 cloner.ask()
 try:
     cloner.take()
@@ -101,10 +102,10 @@ async def test_a_host_with_more_open_files_than_select_takes_hands_machines_out(
     try:
         pidfd = os.pidfd_open(machine.pid)
         high = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 1500)
-        assert not machine_host._has_ended(high)
+        assert not machine_host._is_readable(high)
         machine.kill()
         machine.wait()
-        assert machine_host._has_ended(high)
+        assert machine_host._is_readable(high)
         os.close(high)
         os.close(pidfd)
     finally:
@@ -162,7 +163,10 @@ async def test_cloners_that_nobody_needs_end(host: NamespaceHost) -> None:
     machines = await asyncio.gather(*(host.create(BUILT_IN) for _ in range(KEPT + SPARE + 20)))
     assert len(children(host)[0]) >= len(machines)
     await asyncio.gather(*(machine.close() for machine in machines))
-    assert len(children(host)[0]) <= KEPT + SPARE
+    assert len(children(host)[0]) >= len(machines), "others may come soon"
+    async with asyncio.timeout(30.0):
+        while len(children(host)[0]) > KEPT + SPARE:  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0.1)
 
 
 async def test_no_more_machines_are_made_ahead_than_wanted(host: NamespaceHost) -> None:

@@ -15,7 +15,9 @@ from rollmill import telemetry
 from rollmill.cli.target import find_target
 from rollmill.errors import WeightsError
 from rollmill.evals.evaluation import Conduct, EvalResult
-from rollmill.evals.gate import GateConfig, GateVerdict
+from rollmill.evals.gate import GateVerdict
+from rollmill.evals.gate_config import GateConfig
+from rollmill.evals.suite import EvalConfig
 from rollmill.launch.services import Target
 from rollmill.realtime.gate_run import record_verdict, require_gate, run_gate, suite_digest
 from rollmill.runs.run import RunDirectory
@@ -277,8 +279,9 @@ def test_a_candidate_that_is_close_gets_more_attempts_and_others_do_not(
     rates, asked = {0: 0.5, 1: 0.5, 2: 0.3}, list[tuple[str, int, int]]()
 
     def measured(
-        run: object, targets: list[Target], suite: object, made: int, attempts: int, *rest: object
+        run: object, targets: list[Target], suite: EvalConfig, rounds: range, *rest: object
     ) -> list[dict[str, list[Conduct]]]:
+        made, attempts = suite.attempts * rounds.start, suite.attempts * rounds.stop
         asked.extend((str(target.version), made, attempts) for target in targets)
         found = []
         for number in (target.version.number for target in targets):

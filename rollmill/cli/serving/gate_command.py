@@ -46,7 +46,7 @@ def gate(
     """
     from rich.console import Console
 
-    from rollmill.evals.gate import GateConfig
+    from rollmill.evals.gate_config import GateConfig
     from rollmill.realtime.gate_run import LIVE, require_gate, run_gate
     from rollmill.runs.opening import open_with_index
     from rollmill.weights.reading.channels import Channels

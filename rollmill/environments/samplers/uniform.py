@@ -21,7 +21,7 @@ class Uniform(Sampler):
         if self._latest is not None and self._latest[0] == draw.index:
             return self._latest[1]
         if self._latest is None or self._latest[0] > draw.index:
-            self._stream, skipped = tasks.train(draw.seed), draw.index
+            self._stream, skipped = tasks.train_from(draw.seed, draw.index), 0
         else:
             skipped = draw.index - self._latest[0] - 1
         task = next(itertools.islice(self._stream, skipped, None), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
@@ -18,8 +19,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rollmill.config import Config
 from rollmill.environments.task import Task, WholeDiff
-from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
-from rollmill.environments.tasks.listed import ListedTasks
+from rollmill.environments.tasks.lines import Parsed, validate
+from rollmill.environments.tasks.streamed import Head, StreamedTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.strict import FreeJson
 
@@ -134,8 +135,28 @@ def contents(files: Mapping[str, str | Base64]) -> dict[str, bytes]:
     return {path: text.encode() if isinstance(text, str) else text.decode() for path, text in files.items()}
 
 
-class JsonlTasks(ListedTasks):
+class JsonlTasks(StreamedTasks):
     name = "jsonl"
 
     def __init__(self, config: TaskFileConfig) -> None:
-        super().__init__(*read_jsonl(config, lambda line: validate(TaskEntry, line).task()))
+        super().__init__(config, _parse, _glance)
+
+
+def _parse(line: bytes) -> Parsed:
+    return validate(TaskEntry, line).task()
+
+
+def _glance(line: bytes) -> Head:
+    """Without a look at files, grading and reference. What is not as it should be is read as a whole, for the error."""
+    try:
+        tree: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        tree = None
+    if isinstance(tree, dict) and tree.keys() <= TaskEntry.model_fields.keys() and tree.get("instruction"):
+        id: Any = tree.get("id")
+        split, family = tree.get("split"), tree.get("family", "")
+        named = split is None or (isinstance(split, str) and re.fullmatch(_NAME, split))
+        texts = isinstance(id, str) and isinstance(family, str) and not _STRANGE.search(f"{id}{family}")
+        if named and texts and 0 < len(id) <= 200 and id == id.strip():
+            return Head(id, split, family)
+    return Head.of(_parse(line))

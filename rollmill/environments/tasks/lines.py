@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -23,7 +24,9 @@ Parsed = tuple[Task, str | None]  # a task, and the split that it names itself
 def read_jsonl(config: TaskFileConfig, parse: Callable[[bytes], Parsed]) -> tuple[list[Task], list[str]]:
     """The tasks of a file and its problems."""
     path = Path(config.path)
-    return collect(config, ((f"{path}:{number}", partial(_parse, parse, line)) for number, line in _lines(path)))
+    with open_lines(path) as file:
+        lines = lines_of(file)
+        return collect(config, ((f"{path}:{number}", partial(_parse, parse, line)) for number, _, line in lines))
 
 
 def collect(
@@ -41,11 +44,16 @@ def collect(
                 hint = "give one of them another id"
                 raise TaskError(f"task {task.id!r} is also at {places[task.id]}", hint=hint)
             places[task.id] = place
-            tasks[task.id] = splits.assign(task, own)
+            tasks[task.id] = replace(task, split=splits.split_of(task.id, own))
         except TaskError as error:
-            text = f"{place}: {error.message}" + (f"; {error.hint}" if error.hint else "")
-            problems.append(text if len(text) <= _MAX_PROBLEM else f"{text[:_MAX_PROBLEM]} …")
+            problems.append(problem_at(f"{place}: ", error))
     return list(tasks.values()), [*problems, *splits.unmet()]
+
+
+def problem_at(place: str, error: TaskError) -> str:
+    """The error as one line of `problems`."""
+    text = f"{place}{error.message}" + (f"; {error.hint}" if error.hint else "")
+    return text if len(text) <= _MAX_PROBLEM else f"{text[:_MAX_PROBLEM]} …"
 
 
 def validate(model: type[R], data: bytes | str) -> R:
@@ -62,25 +70,34 @@ def validate(model: type[R], data: bytes | str) -> R:
         raise TaskError("nested too deep", hint="a task is a flat object") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers; None for one that is too long. Blank lines are skipped."""
+def open_lines(path: Path) -> BinaryIO:
     try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE):
-                number += 1
-                if len(line) == MAX_LINE and not line.endswith(b"\n"):
-                    while (rest := file.readline(MAX_LINE)) and not rest.endswith(b"\n"):
-                        pass
-                    yield number, None
-                elif line.strip():
-                    yield number, line
+        return path.open("rb")
     except OSError as error:
         hint = "`path` in [tasks] is relative to the directory of the configuration"
         raise TaskError(f"the task file {path} cannot be read: {error.strerror}", hint=hint) from None
 
 
-def _parse(parse: Callable[[bytes], Parsed], line: bytes | None) -> Parsed:
+def lines_of(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
+    """Number, start in bytes and text of each line; None for one that is too long. Blank lines are skipped."""
+    number = start = 0
+    while line := file.readline(MAX_LINE):
+        number, begun, start = number + 1, start, start + len(line)
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            while rest := file.readline(MAX_LINE):
+                start += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            yield number, begun, None
+        elif line.strip():
+            yield number, begun, line
+
+
+def bounded(line: bytes | None) -> bytes:
     if line is None:
         raise TaskError(f"longer than {MAX_LINE >> 20} MiB", hint="put large files into an image, or use a directory")
-    return parse(line)
+    return line
+
+
+def _parse(parse: Callable[[bytes], Parsed], line: bytes | None) -> Parsed:
+    return parse(bounded(line))

@@ -10,9 +10,12 @@ class Greetings(ListedTasks):
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import TaskError
@@ -22,20 +25,16 @@ TRAIN = "train"
 _LOGGED = 10  # problems that are logged one by one
 
 
-class ListedTasks(TaskSet):
-    """Tasks by id. `problems` are the tasks that could not be read: they are logged, and the others are used."""
+class FiniteTasks(TaskSet):
+    """What all finite sets have in common: base class. `problems` are the tasks that could not be read."""
 
     name = "tasks"
+    problems: list[str]
 
-    def __init__(self, tasks: Iterable[Task], problems: Sequence[str] = ()) -> None:
-        self.tasks: dict[str, Task] = {}
+    def _tell(self, problems: Sequence[str], tasks: int) -> None:
+        """Keep and log the problems. TaskError if there is no task."""
         self.problems = list(problems)
-        for task in tasks:
-            if task.id in self.tasks:
-                self.problems.append(f"task {task.id!r}: another task has the same id; rename one of them")
-            else:
-                self.tasks[task.id] = task
-        if not self.tasks:
+        if not tasks:
             first = f", the first problem: {self.problems[0]}" if self.problems else ""
             raise TaskError(f"the task set {self.name!r} has no task{first}", hint="every line or folder is one task")
         for problem in self.problems[:_LOGGED]:
@@ -43,13 +42,48 @@ class ListedTasks(TaskSet):
         if len(self.problems) > _LOGGED:
             log.warning("and %d more; `rollmill tasks check` shows all", len(self.problems) - _LOGGED)
 
-    def train(self, seed: int) -> Iterator[Task]:
-        """Endless. Each epoch has every training task once, in an order drawn from seed and epoch."""
-        ids = self.train_ids()
-        if not ids:
+    def _epochs(self, count: int, task: Callable[[int], Task], seed: int, start: int = 0) -> Iterator[Task]:
+        """Endless. Each epoch has every training task once, in an order drawn from seed and epoch. `task` gives each of
+        the `count` training tasks by its place in the order of ids. The first `start` are left out."""
+        if not count:
             hint = f"splits: {', '.join(sorted(self.splits()))}; training uses the split `{TRAIN}`"
             raise TaskError(f"the task set {self.name!r} has no training task", hint=hint)
-        return self._epochs(ids, seed)
+        return _shuffled(count, task, seed, *divmod(start, count))
+
+    def heldout(self, split: str, count: int) -> list[Task]:
+        """The first `count` tasks of a split, in an order that does not change when tasks are added or moved."""
+        if split == TRAIN:
+            raise TaskError(f"the split `{TRAIN}` is not held out", hint="name another split")
+        return self._held(split, count)
+
+    @abstractmethod
+    def _held(self, split: str, count: int) -> list[Task]: ...
+
+    @abstractmethod
+    def splits(self) -> dict[str, int]:
+        """How many tasks each split has."""
+
+    def _unknown(self, task_id: str) -> TaskError:
+        hint = "`rollmill tasks list RUN.toml` lists all ids"
+        return TaskError(f"the task set {self.name!r} has no task {task_id!r}", hint=hint)
+
+
+class ListedTasks(FiniteTasks):
+    """Tasks by id. `problems` are logged, and the other tasks are used."""
+
+    def __init__(self, tasks: Iterable[Task], problems: Sequence[str] = ()) -> None:
+        self.tasks: dict[str, Task] = {}
+        problems = list(problems)
+        for task in tasks:
+            if task.id in self.tasks:
+                problems.append(f"task {task.id!r}: another task has the same id; rename one of them")
+            else:
+                self.tasks[task.id] = task
+        self._tell(problems, len(self.tasks))
+
+    def train(self, seed: int) -> Iterator[Task]:
+        ids = self.train_ids()
+        return self._epochs(len(ids), lambda place: self.tasks[ids[place]], seed)
 
     def train_ids(self) -> list[str]:
         return sorted(task.id for task in self.tasks.values() if task.split == TRAIN)
@@ -57,18 +91,7 @@ class ListedTasks(TaskSet):
     def listed(self) -> Iterable[Task]:
         return self.tasks.values()
 
-    def _epochs(self, ids: list[str], seed: int) -> Iterator[Task]:
-        epoch = 0
-        while True:
-            order = list(ids)
-            random.Random(f"{seed} {epoch}").shuffle(order)
-            yield from (self.tasks[task_id] for task_id in order)
-            epoch += 1
-
-    def heldout(self, split: str, count: int) -> list[Task]:
-        """The first `count` tasks of a split, in an order that does not change when tasks are added or moved."""
-        if split == TRAIN:
-            raise TaskError(f"the split `{TRAIN}` is not held out", hint="name another split")
+    def _held(self, split: str, count: int) -> list[Task]:
         found = [task for task in self.tasks.values() if task.split == split]
         return sorted(found, key=lambda task: (digest("order", task.id), task.id))[:count]
 
@@ -76,15 +99,21 @@ class ListedTasks(TaskSet):
         try:
             return self.tasks[task_id]
         except KeyError:
-            hint = "`rollmill tasks list RUN.toml` lists all ids"
-            raise TaskError(f"the task set {self.name!r} has no task {task_id!r}", hint=hint) from None
+            raise self._unknown(task_id) from None
 
     def splits(self) -> dict[str, int]:
-        """How many tasks each split has."""
         counts: dict[str, int] = {}
         for task in self.tasks.values():
             counts[task.split] = counts.get(task.split, 0) + 1
         return counts
+
+
+def _shuffled(count: int, task: Callable[[int], Task], seed: int, epoch: int, start: int) -> Iterator[Task]:
+    while True:
+        order = array("I", range(count))
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        yield from map(task, itertools.islice(order, start, None))
+        epoch, start = epoch + 1, 0
 
 
 def digest(purpose: str, task_id: str) -> float:

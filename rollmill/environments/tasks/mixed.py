@@ -6,9 +6,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import TaskError
+
+if TYPE_CHECKING:
+    from rollmill.environments.train_index import TrainIndex
 
 
 def turns(weights: Mapping[str, float]) -> Iterator[str]:
@@ -27,10 +31,16 @@ class NamedTasks(TaskSet):
 
     def __init__(self, name: str, tasks: TaskSet) -> None:
         self.name, self._tasks = name, tasks
-        self.problems = [f"{name}: {problem}" for problem in tasks.problems]
+
+    @property
+    def problems(self) -> list[str]:  # type: ignore[override]
+        return [f"{self.name}: {problem}" for problem in self._tasks.problems]
 
     def train(self, seed: int) -> Iterator[Task]:
         return map(self._named, self._tasks.train(seed))
+
+    def train_from(self, seed: int, start: int) -> Iterator[Task]:
+        return map(self._named, self._tasks.train_from(seed, start))
 
     def heldout(self, split: str, count: int) -> list[Task]:
         return [self._named(task) for task in self._tasks.heldout(split, count)]
@@ -41,6 +51,18 @@ class NamedTasks(TaskSet):
     def train_ids(self) -> list[str] | None:
         ids = self._tasks.train_ids()
         return None if ids is None else [f"{self.name}/{id}" for id in ids]
+
+    def by_rank(self) -> TrainIndex | None:
+        from rollmill.environments.train_index import index_of
+
+        index, prefix = index_of(self._tasks), f"{self.name}/"
+        if index is None:
+            return None
+        return replace(
+            index,
+            task=lambda rank: self._named(index.task(rank)),
+            rank=lambda id: index.rank(id.removeprefix(prefix)) if id.startswith(prefix) else None,
+        )
 
     def listed(self) -> Iterable[Task] | None:
         tasks = self._tasks.listed()
@@ -57,7 +79,10 @@ class MixedTasks(TaskSet):
     def __init__(self, tasks: Mapping[str, TaskSet], weights: Mapping[str, float]) -> None:
         self.parts = {name: NamedTasks(name, each) for name, each in tasks.items()}
         self.weights = weights
-        self.problems = [problem for each in self.parts.values() for problem in each.problems]
+
+    @property
+    def problems(self) -> list[str]:  # type: ignore[override]
+        return [problem for each in self.parts.values() for problem in each.problems]
 
     def train(self, seed: int) -> Iterator[Task]:
         streams = {name: each.train(seed) for name, each in self.parts.items()}

@@ -11,13 +11,11 @@ A task that says one split itself and is put into another by the list would be i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from rollmill.config import Config, LocalPath
-from rollmill.environments.task import Task
 from rollmill.environments.tasks.listed import TRAIN, digest
 from rollmill.errors import TaskError
 
@@ -53,20 +51,21 @@ class Splits:
         self._listed = dict(_read_ids(Path(config.heldout))) if config.heldout is not None else None
         self._met: set[str] = set()
 
-    def assign(self, task: Task, own: str | None) -> Task:
-        """The task in its split. TaskError if it would be in two."""
-        self._met.add(task.id)
+    def split_of(self, task_id: str, own: str | None) -> str:
+        """The split of a task. TaskError if it would be in two."""
         listed = None
         if self._listed is not None:
-            listed = HELDOUT if task.id in self._listed else TRAIN
+            listed = HELDOUT if task_id in self._listed else TRAIN
+            if listed == HELDOUT:
+                self._met.add(task_id)
         elif own is None and self._config.heldout_share is not None:
-            listed = HELDOUT if digest("split", task.id) < self._config.heldout_share else TRAIN
+            listed = HELDOUT if digest("split", task_id) < self._config.heldout_share else TRAIN
         if own is not None and listed is not None and own != listed:
             raise TaskError(
-                f"task {task.id!r} says split {own!r}, but {self._config.heldout} puts it into {listed!r}",
+                f"task {task_id!r} says split {own!r}, but {self._config.heldout} puts it into {listed!r}",
                 hint="remove its field `split`, or change the list",
             )
-        return replace(task, split=own or listed or TRAIN)
+        return own or listed or TRAIN
 
     def unmet(self) -> Iterable[str]:
         """A problem for each id of the list that no task has."""

@@ -114,16 +114,18 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: Task
 
 
 async def evaluate(
-    service: RunDirectory, suite: EvalConfig, version: Version, first: int = 0, *, name: str = ""
+    service: RunDirectory, suite: EvalConfig, version: Version, rounds: range = range(1), *, name: str = ""
 ) -> list[EvalResult]:
-    """Evaluate the version that the engines of a service are pinned to. `first`: the number of the first attempt.
-    `name`: of the suite, if it is not that of the run."""
+    """Evaluate the version that the engines of a service are pinned to. `name`: of the suite, if it is not that of the
+    run."""
     own_line = version.line == service.config.line
     label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
     label = f"{name}-{label}" if name else label
     async with open_context(service, version.line) as context:
         with phase(f"evaluate {version}"):
-            return await evaluate_in(service, context, build_tasks(service.config), suite, label, version.number, first)
+            return await evaluate_in(
+                service, context, build_tasks(service.config), suite, label, version.number, rounds
+            )
 
 
 async def evaluate_in(
@@ -133,12 +135,12 @@ async def evaluate_in(
     suite: EvalConfig,
     label: str,
     version: int,
-    first: int = 0,
+    rounds: range = range(1),
     *,
     kept: Kept | None = None,
 ) -> list[EvalResult]:
     """`kept`: attempts of an evaluation that one process makes, and another one goes on with."""
-    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed, first)
+    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed, rounds)
     return await run_eval(context, tasks, suite, examination, alone=kept is not None, kept=kept)
 
 

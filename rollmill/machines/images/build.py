@@ -24,6 +24,15 @@ from rollmill.machines.images.repository import seal
 _PYTHON = b"#!/opt/bin/python\n"  # of every machine
 # what pip writes before a script: a line, or three of them if the path of the interpreter is long
 _SHEBANG = re.compile(rb"\A(#![^\n]*python[^\n]*\n|#!/bin/sh\n'''exec' [^\n]*\n' '''\n)")
+# `--only-binary` does not hold for addresses and directories: so pip can start no program, as builds and git would be
+_PIP_ALONE = """
+import runpy, sys
+def refuse(event, arguments):
+    if event in ("subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
+        raise PermissionError("a package without a wheel would be built on this host")
+sys.addaudithook(refuse)
+runpy.run_module("pip", run_name="__main__")
+"""
 
 
 def build_image(
@@ -38,9 +47,11 @@ def build_image(
     suite: str | None = None,
     programs: Sequence[str] = (),
     architecture: str | None = None,
+    wheels: Path | None = None,
 ) -> ImageRecord:
     """Make an image of a Debian suite with `programs` (its packages), Python requirements, a repository, files of an
-    OCI image, a directory, or several, and name it. `architecture` is that of the suite.
+    OCI image, a directory, or several, and name it. `architecture` is that of the suite. With `wheels`, a directory
+    with wheels beside those of the index, no code of a package runs on this host: pip takes wheels alone.
 
     Each is a layer of its own, in this order; the same content is kept once.
     """
@@ -60,7 +71,7 @@ def build_image(
             system = unpacked_root(root / "layers" / record.layers[0].digest, root)
         if requirements is not None:
             record.python = images.python_platform(system)
-            _install(requirements, place / "packages", record.python)
+            _install(requirements, place / "packages", record.python, wheels)
             _add(record, "packages", place / "packages")
             record.requirements = requirements.read_text().split("\n")
         if repository is not None:
@@ -130,7 +141,7 @@ def _copy(directory: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
 
 
-def _install(requirements: Path, target: Path, python: str) -> None:
+def _install(requirements: Path, target: Path, python: str, wheels: Path | None) -> None:
     """Install with pip for the Python of this process, which is that of the machines. Or for another architecture's
     (`python` is a platform of image.py): then only packages that are built already."""
     if not requirements.is_file():
@@ -138,8 +149,12 @@ def _install(requirements: Path, target: Path, python: str) -> None:
     arguments = ["install", "--quiet", "--disable-pip-version-check", "--no-input", "--target", str(target)]
     if python != images.python_platform():
         arguments += _pip_options(*python.split(" linux-"))
+    pip = ["-m", "pip"]
+    if wheels is not None:
+        pip = ["-c", _PIP_ALONE]
+        arguments += ["--only-binary=:all:", f"--find-links={wheels}"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pip", *arguments, "--requirement", str(requirements)],
+        [sys.executable, "-P", *pip, *arguments, "--requirement", str(requirements)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

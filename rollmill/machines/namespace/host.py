@@ -35,15 +35,16 @@ from typing import Any, NamedTuple
 from rollmill.machines.guest import agent, cgroups, image_root, layout, seccomp
 from rollmill.machines.guest import linux as kernel
 from rollmill.machines.namespace import forks, inodes
-from rollmill.machines.namespace.slot import Cloner
+from rollmill.machines.namespace.slot import Cloner, usable_groups
 
 # Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
 # 0x6FFFFFFF). Two per machine: one for pid 1, one for its commands, because the kernel counts processes by user id.
 _HIGHEST_USER = 0x70010000
 _HIGHEST_RANGE = 0x7FFE0000  # users of images count up from _HIGHEST_USER to here, 65,536 per slot
 _AHEAD = 8  # machines that are made ahead
-_AT_ONCE = 4  # of them are made at the same time, at most
+_AT_ONCE = max(4, min((os.cpu_count() or 1) // 2, _AHEAD))  # of them are made at the same time, at most
 _CLONERS = 32  # of slots that nobody uses; each holds about a megabyte
+_IDLE_S = 2.0  # until cloners end
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
@@ -70,7 +71,7 @@ class Host:
     def __init__(self, state: dict[str, Any]) -> None:
         self._control = socket.socket(fileno=state["control"])
         self._identities: int = state["identities"]
-        self._groups = _usable(cgroups.Groups(*state["groups"]) if state["groups"] else None)
+        self._groups = usable_groups(cgroups.Groups(*state["groups"]) if state["groups"] else None)
         self.image = None if state["image"] is None else image_root.ImageRoot(*state["image"])
         if self.image is not None and 1 < self._identities < _HIGHEST_USER + image_root.COUNT:
             raise OSError(errno.ENOSPC, f"an OCI image needs 65536 users; this host has {self._identities} in all")
@@ -112,9 +113,9 @@ class Host:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._send({"ready": True, "limits": self._describe_limits()})
         while True:
-            events = self._selector.select(0 if self._making_ahead else None)
+            events = self._selector.select(0 if self._making_ahead else _IDLE_S)
             if not events:
-                self._make_ahead()
+                self._make_ahead() if self._making_ahead else self._let_cloners_end()
             for key, _ in events:
                 if key.data is not None:
                     self._reap(key.data)
@@ -140,10 +141,10 @@ class Host:
 
     def _create(self, identifier: int) -> None:
         try:
-            machine = next((spare for spare in self._spare if not _has_ended(spare.pidfd)), None)  # `_reap` the others
+            alive = (spare for spare in self._spare if not _is_readable(spare.pidfd))  # `_reap` handles the others
+            machine = next(alive, None)
             if machine is None:
-                self._make_spares(1)  # somebody waits for it
-                machine = self._spare[-1]
+                machine = self._make_now()
         except OSError as error:
             self._send({"id": identifier, "error": str(error)})
             return
@@ -155,6 +156,15 @@ class Host:
         finally:
             os.close(machine.client_end)
         self._making_ahead |= len(self._spare) < _AHEAD // 2
+
+    def _make_now(self) -> _Machine:
+        """Somebody waits for a machine. If there are further messages, others may wait too."""
+        try:
+            self._make_spares(_AT_ONCE if _is_readable(self._control.fileno()) else 1)
+        except OSError:
+            if not self._spare:
+                raise
+        return self._spare[-1]
 
     def _share(self, number: int, parent: int, children: list[int]) -> None:
         machines = [self._machines.get(identifier) for identifier in (parent, *children)]
@@ -181,30 +191,45 @@ class Host:
 
     def _make_spares(self, count: int) -> None:
         """Make machines, at the same time. OSError: not all could be made."""
-        asked: list[_Slot] = []
-        problem: OSError | None = None
+        slots: list[_Slot] = []
+        problems: list[OSError] = []
         for _ in range(count):
-            slot = None
             try:
-                slot = self._free.pop() if self._free else self._new_slot()
-                self._cloner_of(slot).ask()
-                asked.append(slot)
+                slots.append(self._free.pop() if self._free else self._new_slot())
             except OSError as error:
-                self._free += [] if slot is None else [slot]
-                problem = error
-        for slot in asked:
-            try:
-                machine = self._take(slot)
-            except OSError as error:
-                self._free.append(slot)
-                problem = error
-                continue
-            self._spare.append(machine)
-            self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
-        if problem is not None:
-            raise problem
+                problems.append(error)
+        for step in (self._begin_cloner, self._ask, self._take_spare):
+            left = []
+            for slot in slots:
+                try:
+                    step(slot)
+                    left.append(slot)
+                except OSError as error:
+                    self._free.append(slot)
+                    problems.append(error)
+            slots = left
+        if problems:
+            raise problems[-1]
+
+    def _ask(self, slot: _Slot) -> None:
+        self._cloner_of(slot).ask()
+
+    def _take_spare(self, slot: _Slot) -> None:
+        machine = self._take(slot)
+        self._spare.append(machine)
+        self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
 
     def _cloner_of(self, slot: _Slot) -> Cloner:
+        """The cloner of a slot, ready."""
+        cloner = self._begin_cloner(slot)
+        try:
+            cloner.prepare()
+        except OSError:
+            slot.cloner = None
+            raise
+        return cloner
+
+    def _begin_cloner(self, slot: _Slot) -> Cloner:
         if slot.cloner is None:
             identify = partial(self._map_identity, user=self._user_of(slot.number), number=slot.number)
             if self._own_devices:
@@ -278,15 +303,12 @@ class Host:
         self._slots += 1
         return _Slot(number, self._groups.make_slot(number) if self._groups else None)
 
-    def _leave(self, slot: _Slot) -> None:
-        """Nobody uses a slot any more."""
-        if len(self._free) < _CLONERS:
-            self._free.append(slot)
-            return
-        if slot.cloner is not None:
-            slot.cloner.end()
-            slot.cloner = None
-        self._free.insert(0, slot)
+    def _let_cloners_end(self) -> None:
+        """Of slots that nobody needed for a while; some are kept."""
+        for slot in self._free[:-_CLONERS]:
+            if slot.cloner is not None:
+                slot.cloner.end()
+                slot.cloner = None
 
     def _reap(self, machine: _Machine) -> None:
         self._selector.unregister(machine.pidfd)
@@ -309,7 +331,7 @@ class Host:
         os.close(machine.pidfd)
         left = [machine.tree] if self._forks is None else self._forks.leave(machine.tree)
         for tree in left:
-            self._leave(tree.slot)
+            self._free.append(tree.slot)
         asked = machine.pid in self._ending
         self._ending.discard(machine.pid)
         kills = machine.slot.group.memory_kills() if machine.slot.group else 0
@@ -354,7 +376,9 @@ class Host:
         try:
             with self._users_of(0) as users:
                 identify = partial(self._map_identity, user=self._user_of(0))
-                Cloner(self._plan, None, identify, 0, own_files=True, users=users).end()
+                cloner = Cloner(self._plan, None, identify, 0, own_files=True, users=users)
+                cloner.prepare()
+                cloner.end()
         except OSError as error:
             if self.image is not None and self._identities > 1:
                 raise OSError(
@@ -376,48 +400,15 @@ class Host:
         }
 
 
-def _usable(groups: cgroups.Groups | None) -> cgroups.Groups | None:
-    """Returns `groups` if a process can enter one. Being allowed to create groups does not mean that."""
-    if groups is None:
-        return None
-    try:
-        slot = groups.make_slot(0)
-        pid, pidfd = kernel.clone(0, slot.directory)
-        if pid == 0:
-            signal.pause()
-    except OSError:
-        return None
-    try:
-        slot.add(pid)
-        return groups._replace(apart=slot.commands is not None and _enters(slot.commands))
-    except OSError:
-        return None
-    finally:
-        _kill(pidfd)
-        os.waitpid(pid, 0)
-        os.close(pidfd)
-
-
-def _enters(commands: int) -> bool:
-    """Whether a process can move itself into the group of commands."""
-    pid, pidfd = kernel.clone(0)
-    if pid == 0:
-        with contextlib.suppress(OSError):
-            os.write(commands, cgroups.ENTER)
-            os._exit(0)
-        os._exit(1)
-    os.close(pidfd)
-    return os.waitpid(pid, 0)[1] == 0
-
-
 def _kill(pidfd: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
-def _has_ended(pidfd: int) -> bool:
+def _is_readable(file: int) -> bool:
+    """Of a machine's pidfd: it has ended. Of a socket: there is a message."""
     poll = select.poll()  # not `select`: it takes no number from 1,024 on, and a few hundred machines reach that
-    poll.register(pidfd, select.POLLIN)
+    poll.register(file, select.POLLIN)
     return bool(poll.poll(0))
 
 

@@ -51,7 +51,9 @@ class Cloner:
         users: int | None = None,
     ) -> None:
         """`identify` maps the users of a process. `own_files`: see inodes.py. `users`: an open user namespace, whose
-        users the files of an image belong to. OSError: there is no cloner."""
+        users the files of an image belong to. OSError: there is no cloner. It is not ready yet: several begin at the
+        same time."""
+        self._group, self._identify, self._ready = group, identify, False
         self._connection, its = socket.socketpair()
         with its:
             try:
@@ -63,12 +65,18 @@ class Cloner:
             if self.pid == 0:
                 _keep(its.fileno(), plan, group.commands if group else None, slot if own_files else None, users)
         os.close(pidfd)
+
+    def prepare(self) -> None:
+        """Returns when it can be asked. OSError: it cannot, and has ended."""
+        if self._ready:
+            return
         try:
             self._wait()
-            identify(self.pid)
-            if group:
-                group.add(self.pid)
+            self._identify(self.pid)
+            if self._group:
+                self._group.add(self.pid)
             self._connection.send(b"g")
+            self._ready = True
         except OSError:
             self.end()
             raise
@@ -156,3 +164,37 @@ def _clone(host: _socket.socket, plan: agent.Plan) -> None:
 def _refuse(host: _socket.socket, error: OSError) -> None:
     with contextlib.suppress(OSError):  # the host has gone
         host.send(_MADE.pack(0, error.errno or errno.EIO) + str(error.strerror).encode()[:_MOST_WORDS])
+
+
+def usable_groups(groups: cgroups.Groups | None) -> cgroups.Groups | None:
+    """Returns `groups` if a process can enter one. Being allowed to create groups does not mean that."""
+    if groups is None:
+        return None
+    try:
+        slot = groups.make_slot(0)
+        pid, pidfd = kernel.clone(0, slot.directory)
+        if pid == 0:
+            signal.pause()
+    except OSError:
+        return None
+    try:
+        slot.add(pid)
+        return groups._replace(apart=slot.commands is not None and _enters(slot.commands))
+    except OSError:
+        return None
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(pidfd)
+
+
+def _enters(commands: int) -> bool:
+    """Whether a process can move itself into the group of commands."""
+    pid, pidfd = kernel.clone(0)
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            os.write(commands, cgroups.ENTER)
+            os._exit(0)
+        os._exit(1)
+    os.close(pidfd)
+    return os.waitpid(pid, 0)[1] == 0

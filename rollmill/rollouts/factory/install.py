@@ -1,16 +1,18 @@
 """From files to machines in which the project's tests run.
 
-The project's wheel is built in a machine. Its modules are left out of the image: they stay in the work directory alone,
-as with an editable install, so no copy of a solution lies elsewhere. What only the build makes (compiled extensions, a
-file with the version) is added to the work directory. The image keeps metadata, entry points and scripts, and what pip
-installs: dependencies, pytest, and what the project names for its tests.
+The project's wheel is built in a machine, and so is that of a package that the index has as an sdist alone: no code of
+a package runs on this host. The modules of the project are left out of the image: they stay in the work directory
+alone, as with an editable install, so no copy of a solution lies elsewhere. What only the build makes (compiled
+extensions, a file with the version) is added to the work directory. The image keeps metadata, entry points and scripts,
+and what pip installs: dependencies, pytest, and what the project names for its tests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import email
-import io
 import re
+import shutil
 import tempfile
 import tomllib
 import zipfile
@@ -19,14 +21,21 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
+from pydantic import BaseModel, Field
+
 from rollmill.errors import TaskError
 from rollmill.machines.finish_image import other_name
 from rollmill.machines.images.build import build_image
-from rollmill.machines.machine import WORK, MachineHost
+from rollmill.machines.machine import WORK, Machine, MachineHost
+from rollmill.rollouts.factory.sdist import get_sdist, parse_requirement
 from rollmill.rollouts.factory.sources import Source
 
 _BUILD_S = 600.0
-_LARGEST = 1 << 28  # bytes of a wheel
+_MOST_MADE = 20  # wheels that the index does not have
+_MISSING = re.compile(r"No matching distribution found for ([^\n]+?)(?: \(from [^\n]*\))?$", re.M)
+_WHEEL = re.compile(r"[\w.+]+(-[\w.+]+){4,5}\.whl")
+_LARGEST = 1 << 28  # bytes of a wheel, packed and unpacked
 _WHEELS = "/tmp/wheels"  # noqa: S108  of a machine
 _BUILD = f"python -m pip wheel -q --no-build-isolation --no-deps --no-index --wheel-dir {_WHEELS} . && ls {_WHEELS}"
 _TESTS = re.compile(r"tests?|testing")  # names of extras and dependency groups
@@ -35,6 +44,20 @@ _REQUIREMENTS = re.compile(r"(tests?/|requirements/)?((tests?|dev)-requirements|
 _OF_PYTEST = ("pytest", "iniconfig", "packaging", "pluggy", "pygments", "Pygments")
 # of real interpreters, which tests or an agent's shell start; the grader has `paths`
 _SITE = "import sys\n\nsys.path += {paths!r}\n"
+
+
+class _BuildSystem(BaseModel):
+    requires: list[str] = ["setuptools", "wheel"]
+
+
+class _ProjectTable(BaseModel):
+    optional_dependencies: dict[str, list[str]] = Field({}, alias="optional-dependencies")
+
+
+class _Pyproject(BaseModel):
+    build_system: _BuildSystem | None = Field(None, alias="build-system")
+    project: _ProjectTable | None = None
+    dependency_groups: dict[str, list[Any]] = Field({}, alias="dependency-groups")
 
 
 @dataclass(frozen=True)
@@ -47,13 +70,14 @@ class Project:
 
 async def install(source: Source, name: str, machines: MachineHost, requirements: str = "") -> Project:
     """Build the project and an image `name` for its tests. TaskError says which step failed."""
-    with tempfile.TemporaryDirectory(prefix="rollmill-factory-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="rollmill-factory-") as temporary, contextlib.ExitStack() as builders:
         place = Path(temporary)
+        packages = _Packages(place, machines, builders)
         settings = _pyproject(source.files)
         lines = ["pytest", *_plugins(settings, source.files), *requirements.splitlines()]
         files, paths = dict(source.files), ["."]
-        if "build-system" in settings or "project" in settings or "setup.py" in files:
-            wheel = await _build_wheel(source, settings, name, machines, place)
+        if settings.build_system or settings.project or "setup.py" in files:
+            wheel = await packages.build_wheel(source)
             files, paths = _place_modules(source.files, wheel)
             if _metadata(wheel)["Name"] in _OF_PYTEST:
                 raise TaskError(
@@ -61,39 +85,70 @@ async def install(source: Source, name: str, machines: MachineHost, requirements
                     hint="no tasks can be made of this project",
                 )
             lines.insert(0, _strip(wheel, paths, place))
-        listed = place / "requirements.txt"
-        listed.write_text("\n".join(dict.fromkeys(lines)) + "\n")
-        build_image(name, requirements=listed)
+        await packages.build_image(name, lines)
     return Project(source, files, paths, name)
 
 
-async def _build_wheel(
-    source: Source, settings: Mapping[str, Any], name: str, machines: MachineHost, place: Path
-) -> zipfile.ZipFile:
-    needed = settings.get("build-system", {}).get("requires", ["setuptools", "wheel"])
-    (place / "build.txt").write_text("\n".join(["pip", *needed]) + "\n")
-    work = place / "work"
-    for path, data in source.files.items():
-        (work / path).parent.mkdir(parents=True, exist_ok=True)
-        (work / path).write_bytes(data)
-    with other_name(name) as builder:
-        build_image(builder, directory=work, requirements=place / "build.txt")
-        machine = await machines.create(builder)
+class _Packages:
+    """Installs packages. pip takes wheels alone on this host; those that the index does not have are made in machines
+    from sdists, and kept in a folder for pip."""
+
+    def __init__(self, place: Path, machines: MachineHost, builders: contextlib.ExitStack) -> None:
+        """`builders` removes the images of builds at its end: two of them may share a layer that machines have open."""
+        self._place, self._machines, self._builders = place, machines, builders
+        self._wheels = place / "wheels"
+        self._wheels.mkdir()
+        self._made: list[str] = []  # requirements for which a wheel was made
+
+    async def build_image(self, name: str, lines: list[str], directory: Path | None = None) -> None:
+        listed = self._place / f"{name}.txt"
+        listed.write_text("\n".join(dict.fromkeys(lines)) + "\n")
+        while True:
+            try:
+                build_image(name, directory=directory, requirements=listed, wheels=self._wheels)
+                return
+            except TaskError as error:
+                missing = _MISSING.search(error.message)
+                if missing is None or missing[1] in self._made or len(self._made) == _MOST_MADE:
+                    raise
+            self._made.append(missing[1])
+            sdist = get_sdist(missing[1])
+            wheel = await self.build_wheel(Source(sdist.name, sdist.files, sdist.version))
+            shutil.copy(str(wheel.filename), self._wheels)
+
+    async def build_wheel(self, source: Source) -> zipfile.ZipFile:
+        system = _pyproject(source.files).build_system or _BuildSystem()
+        needed = ["pip", *(str(parse_requirement(line)) for line in system.requires)]
+        place = Path(tempfile.mkdtemp(dir=self._place))
+        for path, data in source.files.items():
+            (place / "work" / path).parent.mkdir(parents=True, exist_ok=True)
+            (place / "work" / path).write_bytes(data)
+        builder = self._builders.enter_context(other_name(source.name))
+        await self.build_image(builder, needed, place / "work")
+        machine = await self._machines.create(builder)
         try:
-            env = {"SETUPTOOLS_SCM_PRETEND_VERSION": source.version, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-            limit_s = _BUILD_S * machine.capabilities.slowdown
-            built = await machine.exec(["sh", "-c", _BUILD], env=env, timeout_s=limit_s)
-            if built.exit_code != 0 or built.stopped is not None:
-                why = f"stopped by {built.stopped}" if built.stopped else built.output.decode("utf-8", "replace")[-800:]
-                raise TaskError(f"the wheel of {source.name} cannot be built in a machine: {why.strip()}")
-            name = PurePosixPath(built.output.decode("utf-8", "replace").split()[-1]).name
-            wheel = zipfile.ZipFile(io.BytesIO(await machine.read(f"{_WHEELS}/{name}", max_bytes=_LARGEST)))
-            wheel.filename = name
-            return wheel
+            return await _build(source, machine, place)
         except (OSError, zipfile.BadZipFile, IndexError) as error:
             raise TaskError(f"the wheel of {source.name} cannot be read: {error}") from None
         finally:
             await machine.close()
+
+
+async def _build(source: Source, machine: Machine, place: Path) -> zipfile.ZipFile:
+    """The wheel that `pip wheel` makes in a machine. Untrusted: what it holds, its name and its size."""
+    env = {"SETUPTOOLS_SCM_PRETEND_VERSION": source.version, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    built = await machine.exec(["sh", "-c", _BUILD], env=env, timeout_s=_BUILD_S * machine.capabilities.slowdown)
+    if built.exit_code != 0 or built.stopped is not None:
+        why = f"stopped by {built.stopped}" if built.stopped else built.output.decode("utf-8", "replace")[-800:]
+        raise TaskError(f"the wheel of {source.name} cannot be built in a machine: {why.strip()}")
+    name = PurePosixPath(built.output.decode("utf-8", "replace").split()[-1]).name
+    if not _WHEEL.fullmatch(name):
+        raise TaskError(f"the build of {source.name} made {name[:100]!r}, which is no name of a wheel")
+    (place / name).write_bytes(await machine.read(f"{_WHEELS}/{name}", max_bytes=_LARGEST))
+    wheel = zipfile.ZipFile(place / name)
+    if sum(each.file_size for each in wheel.infolist()) > _LARGEST:
+        raise TaskError(f"the wheel of {source.name} has more than {_LARGEST >> 20} MiB")
+    return wheel
 
 
 def _place_modules(source: Mapping[str, bytes], wheel: zipfile.ZipFile) -> tuple[dict[str, bytes], list[str]]:
@@ -116,7 +171,7 @@ def _place_modules(source: Mapping[str, bytes], wheel: zipfile.ZipFile) -> tuple
 
 def _strip(wheel: zipfile.ZipFile, paths: list[str], place: Path) -> str:
     """The same wheel without modules, as a line of a requirements file."""
-    name = str(wheel.filename)
+    name = Path(str(wheel.filename)).name
     kept = [each for each in wheel.namelist() if _is_metadata(each) and not each.endswith(("/", "/RECORD"))]
     record = next((each for each in wheel.namelist() if each.endswith(".dist-info/RECORD")), None)
     with zipfile.ZipFile(place / name, "w") as stripped:
@@ -128,6 +183,12 @@ def _strip(wheel: zipfile.ZipFile, paths: list[str], place: Path) -> str:
             stripped.writestr(record, "".join(f"{each},,\n" for each in names))
     metadata = _metadata(wheel)
     extras = [extra for extra in metadata.get_all("Provides-Extra", []) if _TESTS.fullmatch(extra)]
+    for line in metadata.get_all("Requires-Dist", []):
+        with contextlib.suppress(InvalidRequirement):
+            marker = Requirement(line).marker
+            if marker is not None and not any(marker.evaluate({"extra": each}) for each in ("", *extras)):
+                continue  # pip does not take it
+        parse_requirement(line)
     return f"{place / name}[{','.join(extras)}]" if extras else str(place / name)
 
 
@@ -142,22 +203,24 @@ def _is_metadata(name: str) -> bool:
     return name.partition("/")[0].endswith((".dist-info", ".data"))
 
 
-def _pyproject(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _pyproject(files: Mapping[str, bytes]) -> _Pyproject:
     try:
-        return tomllib.loads(files.get("pyproject.toml", b"").decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return _Pyproject.model_validate(tomllib.loads(files.get("pyproject.toml", b"").decode()))
+    except ValueError as error:
         raise TaskError(f"pyproject.toml cannot be read: {error}") from None
 
 
-def _plugins(settings: Mapping[str, Any], files: Mapping[str, bytes]) -> list[str]:
+def _plugins(settings: _Pyproject, files: Mapping[str, bytes]) -> list[str]:
     """What tests need: groups and files named after tests, and plugins of pytest from all others."""
     found: list[str] = []
-    groups = {**settings.get("project", {}).get("optional-dependencies", {}), **settings.get("dependency-groups", {})}
+    groups = {**(settings.project.optional_dependencies if settings.project else {}), **settings.dependency_groups}
     for path, data in files.items():
         if _REQUIREMENTS.fullmatch(path):
             groups[path] = [line.partition(" #")[0].strip() for line in data.decode("utf-8", "replace").splitlines()]
     for group, lines in groups.items():
         whole = _TESTS.fullmatch(group) or (group in files and _TESTS.search(group))
-        texts = [line for line in lines if isinstance(line, str) and re.match(r"\w", line)]
-        found += [line for line in texts if whole or _PLUGIN.match(line)]
+        for line in lines:
+            with contextlib.suppress(TaskError):  # options, addresses and other groups are left out
+                text = str(parse_requirement(line if isinstance(line, str) else ""))
+                found += [text] if whole or _PLUGIN.match(text) else []
     return list(dict.fromkeys(found))

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
-import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +10,7 @@ from rollmill.environments.tasks.git_files import MAX_BYTES, CommitFiles
 from rollmill.errors import TaskError
 from rollmill.machines.images import layers
 from rollmill.machines.images.repository import git
+from rollmill.rollouts.factory.sdist import get_sdist
 
 # version control, caches, builds and environments: they may hold the solution
 _LEFT_OUT = frozenset(
@@ -23,7 +20,6 @@ _LEFT_OUT = frozenset(
 _LEFT_OUT_ABOVE = frozenset({"build", "dist"})  # only at the top: deeper they may be packages
 _PYPI = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(==[A-Za-z0-9.!+_-]+)?")
 _URL = re.compile(r"(https?|ssh|git|file)://.+|[\w.-]+@[\w.-]+:.+")
-_DOWNLOAD_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,9 @@ def get_source(given: str, place: Path) -> Source:
     if _URL.fullmatch(given):
         return _clone(given, given.rstrip("/").rpartition("/")[2], place)
     if named := _PYPI.fullmatch(given):
-        return _download(named[1], given, place)
+        sdist = get_sdist(given)
+        files = {path: data for path, data in sdist.files.items() if is_kept(path)}
+        return _checked(Source(_plain(named[1]), files, sdist.version))
     raise TaskError(f"{given!r} is no repository", hint="a directory, the URL of a git repository, or a PyPI name")
 
 
@@ -61,38 +59,6 @@ def _clone(url: str, name: str, place: Path) -> Source:
     commit = git(clone, "rev-parse", "--verify", "--end-of-options", "HEAD^{commit}").strip()
     files = {path: data for path, data in CommitFiles(clone, commit).items() if is_kept(path)}
     return _checked(Source(_plain(name.removesuffix(".git")), files, repository=clone, commit=commit))
-
-
-def _download(name: str, requirement: str, place: Path) -> Source:
-    """pip runs the build backend of the package to learn its name, as `pip install` does."""
-    command = ["download", "--quiet", "--no-deps", "--no-binary", name, "--dest", str(place), "--", requirement]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", *command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_DOWNLOAD_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise TaskError(f"pip did not download {requirement} in {_DOWNLOAD_S:g} s", hint="clone it instead") from None
-    archives = [path for path in place.iterdir() if path.is_file()]
-    if done.returncode != 0 or not archives:
-        raise TaskError(
-            f"pip could not download the sdist of {requirement}: {done.stderr.strip()[-500:]}",
-            hint="is there a directory of this name? Else give the URL of its repository",
-        )
-    unpacked = place / "sdist"
-    try:
-        shutil.unpack_archive(archives[0], unpacked, filter="data")
-    except (OSError, ValueError, tarfile.TarError) as error:
-        raise TaskError(f"the sdist of {requirement} cannot be unpacked: {error}") from None
-    inside = [path for path in unpacked.iterdir() if path.is_dir()]
-    version = re.sub(r"^.*-|\.(tar\.\w+|zip|tgz)$", "", archives[0].name)
-    files = _read(inside[0] if len(inside) == 1 else unpacked)
-    return _checked(Source(_plain(name), files, version))
 
 
 def _read(directory: Path) -> dict[str, bytes]:

@@ -23,7 +23,7 @@ from rollmill.environments.part_sections import (
     TasksSection,
 )
 from rollmill.errors import ConfigError
-from rollmill.evals.gate import GateConfig
+from rollmill.evals.gate_config import GateConfig
 from rollmill.evals.suite import EvalConfig
 from rollmill.feedback.config import CycleConfig
 from rollmill.gateway.config import GatewayConfig, LendingConfig

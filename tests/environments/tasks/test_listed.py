@@ -16,7 +16,6 @@ from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.environments.tasks import lines
 from rollmill.environments.tasks.jsonl import JsonlTasks
-from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.task_directory import DirectoryTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import ConfigError, TaskError
@@ -103,7 +102,7 @@ def test_a_bad_line_is_named_and_the_others_load(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         tasks = JsonlTasks(write(tmp_path / "a.jsonl", entry("b"), "", row, entry("c")))
-    assert list(tasks.tasks) == ["b", "c"]
+    assert [task.id for task in tasks.listed()] == ["b", "c"]
     (problem,) = tasks.problems
     assert problem.startswith(f"{tmp_path}/a.jsonl:3: ") and len(problem) < 1100
     assert re.search(told, problem), problem
@@ -114,7 +113,7 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(lines, "MAX_LINE", 1000)
     long = entry("long", family="x" * 5000)
     tasks = JsonlTasks(write(tmp_path / "a.jsonl", entry("a"), long, entry("b")))
-    assert list(tasks.tasks) == ["a", "b"] and ":2: longer than" in tasks.problems[0]
+    assert [task.id for task in tasks.listed()] == ["a", "b"] and ":2: longer than" in tasks.problems[0]
 
 
 def test_a_file_without_a_task_is_refused(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_splits_by_hash(tmp_path: Path) -> None:
     assert counts["fresh"] == 1 and 20 <= counts["heldout"] <= 60 and counts["train"] == 400 - counts["heldout"]
     grown = write(tmp_path / "b.jsonl", *(entry(f"t{n}") for n in range(500))).model_copy(update={"heldout_share": 0.1})
     few, more = JsonlTasks(config.model_copy(update={"heldout_share": 0.1})), JsonlTasks(grown)
-    assert all(more.get(id).split == task.split for id, task in few.tasks.items() if id != "own")
+    assert all(more.get(task.id).split == task.split for task in few.listed() if task.id != "own")
 
 
 def test_splits_by_list(tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_splits_by_list(tmp_path: Path) -> None:
     config = write(tmp_path / "a.jsonl", *rows)
     (tmp_path / "ids.txt").write_text("b\n\nc\ne\nmissing\n")
     tasks = JsonlTasks(config.model_copy(update={"heldout": str(tmp_path / "ids.txt")}))
-    assert {id: task.split for id, task in tasks.tasks.items()} == {
+    assert {task.id: task.split for task in tasks.listed()} == {
         "a": "train",
         "b": "heldout",
         "c": "heldout",
@@ -199,7 +198,7 @@ def test_paths_start_in_the_directory_of_the_configuration(tmp_path: Path, monke
     run = RunDirectory.create(tmp_path / "runs", config)
     monkeypatch.chdir("/")
     tasks = build(RunDirectory.open(run.path).config.tasks)  # type: ignore[arg-type]
-    assert isinstance(tasks, ListedTasks) and tasks.splits() == {"train": 1, "heldout": 1}
+    assert isinstance(tasks, JsonlTasks) and tasks.splits() == {"train": 1, "heldout": 1}
     with pytest.raises(ConfigError, match="unknown key 'pth'; did you mean 'path'"):
         load_config(RunConfig, tmp_path / "own" / "run.toml", ["tasks.pth=t.jsonl"])
     with pytest.raises(ConfigError, match="path"):
@@ -222,6 +221,6 @@ def test_a_split_without_tasks_is_named_before_the_run_begins(tmp_path: Path) ->
     write(tmp_path / "t.jsonl", entry("a"), entry("b", split="heldout"))
     (tmp_path / "run.toml").write_text(DEMO.read_text().replace("rollmill.demo.micro_repos:MicroRepos", "jsonl"))
     settings = ["tasks.path=t.jsonl", "evals.fresh_tasks=0"]
-    with pytest.raises(ConfigError, match=r"no task in the split 'heldout_family', which \[evals\] measures"):
+    with pytest.raises(TaskError, match=r"no tasks in the split 'heldout_family', which \[evals\] measures"):
         check_tasks(load_config(RunConfig, tmp_path / "run.toml", settings))
     check_tasks(load_config(RunConfig, tmp_path / "run.toml", [*settings, "evals.family_tasks=0"]))

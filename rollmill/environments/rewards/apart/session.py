@@ -84,7 +84,10 @@ class Program:
 
 async def run_apart(order: Order, open_tester: Open, open_worker: Open) -> TesterReport:
     """The verdicts of tests that run in one machine, with the submission in another. MachineError: a host failed."""
-    async with open_worker() as worker, open_tester() as tester:
+    async with contextlib.AsyncExitStack() as both:
+        # at once: many gradings that each hold one machine and wait for the other would keep each other waiting
+        opening = (both.enter_async_context(each()) for each in (open_worker, open_tester))
+        worker, tester = map(_found, await asyncio.gather(*opening, return_exceptions=True))
         listener, port = await tester.listen()
         relaying = asyncio.create_task(_relay(listener, worker, order))
         try:
@@ -94,6 +97,12 @@ async def run_apart(order: Order, open_tester: Open, open_worker: Open) -> Teste
             await asyncio.wait([relaying])
             if not relaying.cancelled() and relaying.exception() is not None:
                 raise relaying.exception() or AssertionError
+
+
+def _found(opened: Machine | BaseException) -> Machine:
+    if isinstance(opened, BaseException):
+        raise opened
+    return opened
 
 
 async def run_together(order: Order, machine: Machine) -> TesterReport:
