@@ -13,7 +13,6 @@ little in it, or of its parent's. It needs no journal: it ends with its machine.
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import subprocess
 import tarfile
@@ -27,16 +26,10 @@ from rollmill.machines.guest.image_root import SHIFT
 from rollmill.machines.images.image import Image, images_directory
 from rollmill.machines.oci.unpack_layers import OPAQUE, alone
 from rollmill.machines.qemu import ram
+from rollmill.machines.qemu.parts import disk_program
 
-_PACKAGES = {"sqfstar": "squashfs-tools", "mke2fs": "e2fsprogs"}  # Debian's, of the programs used here
-_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _UNCOMPRESSED = ("-noI", "-noD", "-noF", "-noX", "-no-duplicates", "-no-progress", "-quiet", "-exit-on-error")
 _FEATURES = "^has_journal,^metadata_csum,^resize_inode,uninit_bg"
-
-
-def missing() -> list[str]:
-    """Debian packages that this host lacks."""
-    return [package for program, package in _PACKAGES.items() if shutil.which(program, path=_PATH) is None]
 
 
 def image_disk(image: Image) -> Path:
@@ -59,7 +52,7 @@ def image_disk(image: Image) -> Path:
 
 
 def _make(name: str, layers: Sequence[str], user: int, group: int, target: Path) -> None:
-    command, why = [_program("sqfstar"), *_UNCOMPRESSED, str(target)], ""
+    command, why = [disk_program("sqfstar"), *_UNCOMPRESSED, str(target)], ""
     with tempfile.TemporaryFile() as log:
         making = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log)
         assert making.stdin is not None
@@ -111,7 +104,7 @@ def make_own(place: Path, size_mb: int) -> int:
     """An empty disk for what a machine writes, as an open file."""
     file = _create(place, size_mb << 20)
     path = f"/proc/self/fd/{file}"
-    command = [_program("mke2fs"), "-q", "-F", "-t", "ext4", "-m", "0", "-O", _FEATURES]
+    command = [disk_program("mke2fs"), "-q", "-F", "-t", "ext4", "-m", "0", "-O", _FEATURES]
     command += ["-E", "lazy_itable_init=1,nodiscard", path]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", pass_fds=[file], check=False)
     if done.returncode != 0:
@@ -147,13 +140,3 @@ def _no_disk(place: Path, error: OSError) -> MachineError:
         f"a machine gets no disk for what it writes in {place}: {error.strerror}",
         hint="free space there, or let $ROLLMILL_IMAGES name another disk",
     )
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name, path=_PATH)
-    if found is None:
-        raise MachineError(
-            f"{name} is not installed, which makes disks of OCI images for virtual machines",
-            hint=f"`rollmill machines setup` installs it (Debian package {_PACKAGES[name]})",
-        )
-    return found

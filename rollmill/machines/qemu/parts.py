@@ -26,6 +26,8 @@ MODULES = (
 )
 # what guests of OCI images need too, for their disks
 DISK_MODULES = ("virtio_blk", "squashfs", "overlay", "crc16", "mbcache", "jbd2", "ext4")
+_DISK_PACKAGES = {"sqfstar": "squashfs-tools", "mke2fs": "e2fsprogs"}  # Debian's, of the programs that make disks
+_DISK_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 # Where a CPU erratum makes the kernel report 4 KiB per line of the instruction cache, QEMU aligns every piece of
 # translated code to 4 KiB: five times the memory, and slower.
 LONGEST_CACHE_LINE = 256
@@ -114,6 +116,22 @@ def find_parts(name: str | None = None, *, disks: bool = False) -> Parts:
     modules = load_order(MODULES + DISK_MODULES if disks else MODULES, place)
     preload = place / "cache_line.so" if needs_preload() else None
     return Parts(arch, program, setpriv, place / "vmlinuz", modules, preload)
+
+
+def missing_packages() -> list[str]:
+    """Debian packages that this host lacks to make disks."""
+    return [package for name, package in _DISK_PACKAGES.items() if shutil.which(name, path=_DISK_PATH) is None]
+
+
+def disk_program(name: str) -> str:
+    """The path of a program that makes disks. MachineError: it is not installed."""
+    found = shutil.which(name, path=_DISK_PATH)
+    if found is None:
+        raise MachineError(
+            f"{name} is not installed, which makes disks of OCI images for virtual machines",
+            hint=f"{SETUP} (Debian package {_DISK_PACKAGES[name]})",
+        )
+    return found
 
 
 def has_disks(parts: Parts) -> bool:

@@ -19,7 +19,7 @@ from typing import IO
 
 from rollmill.errors import MachineError
 from rollmill.machines.namespace import emulation
-from rollmill.machines.qemu import disks, parts
+from rollmill.machines.qemu import parts
 
 _MODULES = parts.MODULES + parts.DISK_MODULES
 # answers QEMU's question for the line of the instruction cache, see parts.py
@@ -44,7 +44,7 @@ def set_up(say: Callable[[str], None], name: str | None = None) -> None:
         _install([arch.package], say)
     if shutil.which("setpriv") is None:
         _install(["util-linux"], say)
-    if missing := disks.missing():
+    if missing := parts.missing_packages():
         _install(missing, say)
     say(f"QEMU: {shutil.which(arch.program)}")
     if not all((place / name).is_file() for name in ("vmlinuz", "overlay.ko")):  # earlier releases took fewer modules

@@ -16,7 +16,7 @@ from rollmill.errors import MachineError, TaskError
 from rollmill.machines.guest.image_root import SHIFT
 from rollmill.machines.images.image import load_oci
 from rollmill.machines.oci.kept_images import Kept
-from rollmill.machines.qemu import disks
+from rollmill.machines.qemu import disks, parts
 from tests.machines.oci.making import entry, link, run, tar_of, write_layout
 
 pytestmark = pytest.mark.skipif(shutil.which("sqfstar") is None, reason="squashfs-tools is not installed")
@@ -78,10 +78,13 @@ def test_a_disk_that_cannot_be_made_leaves_nothing(image: str, tmp_path: Path, m
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "ROLLMILL_IMAGES" in str(refused.value.hint)
-    monkeypatch.setattr(disks, "_PATH", "/nowhere")
+    monkeypatch.setattr(parts, "_DISK_PATH", "/nowhere")
     with pytest.raises(MachineError, match="sqfstar is not installed") as missing:
         disks.image_disk(loaded)
-    assert "rollmill machines setup" in str(missing.value.hint) and disks.missing() == ["squashfs-tools", "e2fsprogs"]
+    assert "rollmill machines setup" in str(missing.value.hint) and parts.missing_packages() == [
+        "squashfs-tools",
+        "e2fsprogs",
+    ]
     assert [path.name for path in (tmp_path / "images/oci/disks").iterdir()] == [".locks"]
 
 
