@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import TaskError
-from rollmill.rollouts.factory.admit import _failure
-from rollmill.rollouts.factory.edits import find_edits
+from rollmill.rollouts.factory.admit import Ground, _entry, _failure, hidden_texts
+from rollmill.rollouts.factory.edits import Candidate, find_edits
 from rollmill.rollouts.factory.install import Project
 from rollmill.rollouts.factory.make import _lines
 from rollmill.rollouts.factory.overlap import overlapping
@@ -120,6 +120,22 @@ def test_the_output_of_one_test_is_found() -> None:
     printed = "noise\n_____ TestA.test_x[1] _____\nE  one\n_____ test_xy _____\nE  two\n=== short ===\nend"
     assert _failure(printed, "t.py::TestA::test_x") == "E  one" and _failure(printed, "t.py::test_xy") == "E  two"
     assert _failure("E  ImportError", "t.py::test_x") == "E  ImportError"
+
+
+def test_a_task_pins_the_test_modules_that_others_import_or_name() -> None:
+    files = {
+        "tests/test_a.py": b"from tests import test_base",
+        "tests/test_base.py": b"",
+        "tests/test_plugin.py": b"",
+        "tests/test_other.py": b"# not test_a",
+        "setup.cfg": b"x = tests.test_plugin:Plugin",
+    }
+    tests = [f"{path}::test" for path in files if path.startswith("tests/")]
+    project = Project(Source("shop", files), files, ["."], "shop.packages")
+    suite = Suite(tests, frozenset(tests), {}, {}, frozenset(path for path in files if path != "setup.cfg"))
+    ground = Ground(project, suite, "shop", hidden_texts(project, suite))
+    entry = _entry(Candidate("c", "bug", "t", {}, {"a.py": b""}, "", ()), ground, [tests[0]], [], "")
+    assert set(entry.grading["files"]) == {"tests/test_a.py", "tests/test_base.py", "tests/test_plugin.py"}
 
 
 HARD = """\

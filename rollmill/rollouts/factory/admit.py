@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from rollmill.environments.reward import Reward
@@ -81,7 +82,7 @@ async def admit(
 
 def _entry(candidate: Candidate, ground: Ground, failing: list[str], passing: list[str], output: str) -> TaskEntry:
     modules = {test.partition("::")[0] for test in ground.suite.stable}
-    needed = {test.partition("::")[0] for test in (*failing, *passing)}
+    needed = {test.partition("::")[0] for test in (*failing, *passing)} | _named_elsewhere(ground, modules)
     grading = {
         "kind": "pytest",
         "files": {path: text for path, text in ground.whole.items() if path in needed or path not in modules},
@@ -107,6 +108,16 @@ def _entry(candidate: Candidate, ground: Ground, failing: list[str], passing: li
         "image": ground.image,
     }
     return TaskEntry.model_validate(fields)
+
+
+def _named_elsewhere(ground: Ground, modules: set[str]) -> set[str]:
+    """Modules of tests that other files of the project name: tests import them, or they hold its tests' plugins."""
+    files = ground.project.files.items()
+    return {
+        module
+        for module in modules
+        if any(PurePosixPath(module).stem.encode() in data for path, data in files if path != module)
+    }
 
 
 def _failure(printed: str, test: str) -> str:
