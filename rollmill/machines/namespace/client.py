@@ -29,6 +29,7 @@ from rollmill.machines.machine import USERS, Capabilities, MachineHost, Snapshot
 from rollmill.machines.namespace import emulation, launch
 
 _AT_ONCE = 8  # children that get files by one request
+_MOST_ASKED = 16  # machines that are asked for at once: the end of a machine must not wait behind hundreds
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -68,6 +69,7 @@ class NamespaceHost(MachineHost):
         self._starting = asyncio.Lock()
         self._measuring = asyncio.Lock()
         self._telling = asyncio.Lock()
+        self._asking = asyncio.Semaphore(_MOST_ASKED)
         self._next = 0
         self._creating: dict[int, asyncio.Future[socket.socket]] = {}
         self._ending: dict[int, asyncio.Future[bool]] = {}
@@ -224,7 +226,7 @@ class NamespaceHost(MachineHost):
         identifier = self._number()
         future = self._creating[identifier] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(agent_machine.GRACE_S):
+            async with self._asking, asyncio.timeout(agent_machine.GRACE_S):  # waiting for others is no bad sign
                 await self._tell("create", identifier)
                 return NamespaceMachine(self, identifier, image, await future)
         except TimeoutError:

@@ -42,7 +42,8 @@ from rollmill.machines.namespace.slot import Cloner, usable_groups
 _HIGHEST_USER = 0x70010000
 _HIGHEST_RANGE = 0x7FFE0000  # users of images count up from _HIGHEST_USER to here, 65,536 per slot
 _AHEAD = 8  # machines that are made ahead
-_AT_ONCE = max(4, min((os.cpu_count() or 1) // 2, _AHEAD))  # of them are made at the same time, at most
+_CORES = os.cpu_count() or 1
+_AT_ONCE = max(4, min(_CORES // 2, _AHEAD))  # of them are made at the same time, at most
 _CLONERS = 32  # of slots that nobody uses; each holds about a megabyte
 _IDLE_S = 2.0  # until cloners end
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
@@ -160,7 +161,7 @@ class Host:
     def _make_now(self) -> _Machine:
         """Somebody waits for a machine. If there are further messages, others may wait too."""
         try:
-            self._make_spares(_AT_ONCE if _is_readable(self._control.fileno()) else 1)
+            self._make_spares(min(_CORES, _AT_ONCE) if _is_readable(self._control.fileno()) else 1)
         except OSError:
             if not self._spare:
                 raise
