@@ -21,7 +21,8 @@ GUIDE = ROOT / "docs" / "guides" / "several-environments.md"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_guide_trains_on_two_environments(tmp_path: Path) -> None:
+def test_the_guide_trains_on_two_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.S)
     assert len(blocks) == 4, "a new block must be executed too"
     less = f"{LESS} evals.tasks=4 stages.rl.groups_per_step=3"

@@ -1,4 +1,4 @@
-"""Cloners: the processes whose clones are machines (namespace/cloner.py)."""
+"""Cloners: the processes whose clones are machines (namespace/slot.py)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ try:
 except OSError as error:
     print(type(error).__name__, error)
 cloner.end()
+"""
+# killed between the first and the last step
+KILLED_MEANWHILE = """
+import os, signal, time
+from rollmill.machines.guest import image_root
+def map_users(pid):
+    print(pid, flush=True)
+    time.sleep(0.3)  # it sleeps by then
+    os.kill(os.getpid(), signal.SIGKILL)
+image_root.open_users(map_users)
 """
 
 
@@ -159,14 +169,27 @@ async def test_one_machine_after_the_other_in_a_slot_finds_nothing_of_it(host: N
     assert len(seen) == 1
 
 
-async def test_cloners_that_nobody_needs_end(host: NamespaceHost) -> None:
+async def test_cloners_that_nobody_needs_end_while_others_come_and_go(host: NamespaceHost) -> None:
     machines = await asyncio.gather(*(host.create(BUILT_IN) for _ in range(KEPT + SPARE + 20)))
     assert len(children(host)[0]) >= len(machines)
     await asyncio.gather(*(machine.close() for machine in machines))
-    assert len(children(host)[0]) >= len(machines), "others may come soon"
-    async with asyncio.timeout(30.0):
-        while len(children(host)[0]) > KEPT + SPARE:  # noqa: ASYNC110  nothing tells of it
-            await asyncio.sleep(0.1)
+    assert len(children(host)[0]) > KEPT + SPARE, "the next wave finds them"
+    async with asyncio.timeout(60.0):
+        while len(children(host)[0]) > KEPT + SPARE:
+            await (await host.create(BUILT_IN)).close()
+
+
+async def test_the_holder_of_users_ends_with_a_process_that_is_killed_meanwhile(tmp_path: Path) -> None:
+    with (tmp_path / "holder").open("w") as file:
+        killed = subprocess.run([sys.executable, "-c", KILLED_MEANWHILE], stdout=file, check=False)  # noqa: ASYNC221
+    assert killed.returncode == -signal.SIGKILL
+    holder = int((tmp_path / "holder").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{holder}").exists():
+            return
+        await asyncio.sleep(0.05)
+    os.kill(holder, signal.SIGKILL)
+    pytest.fail("it was left")
 
 
 async def test_no_more_machines_are_made_ahead_than_wanted(host: NamespaceHost) -> None:

@@ -131,7 +131,10 @@ async def test_snapshot_and_copies_carry_files_and_links(bare_host: NamespaceHos
     assert (await again.read("main.py"), await again.read("extra")) == (b"x = 2\n", b"e")
 
 
-async def test_images_are_directories_and_unknown_ones_are_named(tmp_path: Path) -> None:
+async def test_images_are_directories_and_unknown_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path.parent / "none"))  # not the images of whoever runs the tests
     (tmp_path / "library" / "source").mkdir(parents=True)
     (tmp_path / "library" / "source" / "a.py").write_bytes(b"a = 1\n")
     (tmp_path / "library" / "link").symlink_to("/etc/passwd")

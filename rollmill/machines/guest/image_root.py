@@ -27,7 +27,7 @@ import resource
 import signal
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from rollmill.machines.guest import computer, layout
@@ -198,14 +198,23 @@ def make_users(processes: int) -> int:
     before = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (processes, before[1]))
     try:
-        pid, pidfd = kernel.clone(kernel.CLONE_NEWUSER)
-        if pid == 0:
-            while True:
-                signal.pause()
+        return open_users(lambda pid: map_range(pid, f"0 {SHIFT} {COUNT}"))
     finally:
         resource.setrlimit(resource.RLIMIT_NPROC, before)
+
+
+def open_users(map_users: Callable[[int], None]) -> int:
+    """An open user namespace, whose users `map_users` sets by a process in it. That process ends here, or with this one
+    if it is killed meanwhile: cloners often are."""
+    parent = os.getpid()
+    pid, pidfd = kernel.clone(kernel.CLONE_NEWUSER)
+    if pid == 0:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        while os.getppid() == parent:
+            signal.pause()
+        os._exit(0)
     try:
-        map_range(pid, f"0 {SHIFT} {COUNT}")
+        map_users(pid)
         return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.kill(pid, signal.SIGKILL)

@@ -28,6 +28,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ _AHEAD = 8  # machines that are made ahead
 _CORES = os.cpu_count() or 1
 _AT_ONCE = max(4, min(_CORES // 2, _AHEAD))  # of them are made at the same time, at most
 _CLONERS = 32  # of slots that nobody uses; each holds about a megabyte
-_IDLE_S = 2.0  # until cloners end
+_END_EVERY_S = 0.1  # a cloner that nobody needs
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
@@ -99,6 +100,8 @@ class Host:
         self._spare: list[_Machine] = []  # oldest first
         self._making_ahead = False
         self._free: list[_Slot] = []  # the last one is used next
+        self._bare: list[_Slot] = []  # free too, without a cloner
+        self._end_at = 0.0  # the next cloner that nobody needs
         self._slots = 0
 
     def run(self) -> None:
@@ -114,9 +117,11 @@ class Host:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._send({"ready": True, "limits": self._describe_limits()})
         while True:
-            events = self._selector.select(0 if self._making_ahead else _IDLE_S)
-            if not events:
-                self._make_ahead() if self._making_ahead else self._let_cloners_end()
+            wait_s = _END_EVERY_S if len(self._free) > self._most_free() else None
+            events = self._selector.select(0 if self._making_ahead else wait_s)
+            if not events and self._making_ahead:
+                self._make_ahead()
+            self._end_a_cloner()
             for key, _ in events:
                 if key.data is not None:
                     self._reap(key.data)
@@ -196,7 +201,7 @@ class Host:
         problems: list[OSError] = []
         for _ in range(count):
             try:
-                slots.append(self._free.pop() if self._free else self._new_slot())
+                slots.append(self._next_slot())
             except OSError as error:
                 problems.append(error)
         for step in (self._begin_cloner, self._ask, self._take_spare):
@@ -248,17 +253,8 @@ class Host:
         if self.image is None or self._identities == 1:
             yield None
             return
-        pid, pidfd = kernel.clone(kernel.CLONE_NEWUSER)
-        if pid == 0:
-            while True:
-                signal.pause()
-        try:
-            image_root.map_range(pid, f"0 {self._range_of(number)} {image_root.COUNT}")
-            users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            _kill(pidfd)
-            os.waitpid(pid, 0)
-            os.close(pidfd)
+        lines = f"0 {self._range_of(number)} {image_root.COUNT}"
+        users = image_root.open_users(lambda pid: image_root.map_range(pid, lines))
         try:
             yield users
         finally:
@@ -299,17 +295,28 @@ class Host:
         its = f"{image_root.SHIFT} {self._range_of(number)} {image_root.COUNT}\n"
         image_root.map_range(pid, pid_one + its)
 
-    def _new_slot(self) -> _Slot:
+    def _next_slot(self) -> _Slot:
+        for free in (self._free, self._bare):
+            if free:
+                return free.pop()
         number = self._slots
         self._slots += 1
         return _Slot(number, self._groups.make_slot(number) if self._groups else None)
 
-    def _let_cloners_end(self) -> None:
-        """Of slots that nobody needed for a while; some are kept."""
-        for slot in self._free[:-_CLONERS]:
-            if slot.cloner is not None:
-                slot.cloner.end()
-                slot.cloner = None
+    def _most_free(self) -> int:
+        """How many slots that nobody uses keep their cloner: as many as are in use, so that a wave finds them."""
+        return max(_CLONERS, len(self._machines))
+
+    def _end_a_cloner(self) -> None:
+        """One after the other, so that nobody waits for many of them."""
+        if time.monotonic() < self._end_at or len(self._free) <= self._most_free():
+            return
+        self._end_at = time.monotonic() + _END_EVERY_S
+        slot = self._free.pop(0)
+        if slot.cloner is not None:
+            slot.cloner.end()
+            slot.cloner = None
+        self._bare.append(slot)
 
     def _reap(self, machine: _Machine) -> None:
         self._selector.unregister(machine.pidfd)

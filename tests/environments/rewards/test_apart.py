@@ -275,12 +275,14 @@ async def test_statements_see_constants_and_the_variables_of_the_task(host: Name
 @pytest.mark.parametrize("names", [("wire", "proxies", "tester"), ("wire", "worker")], ids=["tester", "worker"])
 async def test_modules_of_one_program_define_no_name_twice(names: tuple[str, ...]) -> None:
     folder = Path(session.__file__).parent
-    defined = collections.Counter(
-        node.name
-        for name in names
-        for node in ast.parse((folder / f"{name}.py").read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != "main"
-    )
+    defined = collections.Counter[str]()
+    for name in names:
+        for node in ast.parse((folder / f"{name}.py").read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined[node.name] += node.name != "main"
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                defined.update(each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
     assert max(defined.values()) == 1, defined.most_common(3)
 
 

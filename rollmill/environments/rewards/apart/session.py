@@ -49,9 +49,9 @@ class TesterReport:
 
 
 _START = """
-import marshal, sys, _frozen_importlib_external as python
+import importlib.util, marshal, sys
 code, source = sys.stdin.buffer.read({code}), sys.stdin.buffer.read({source})
-exec(marshal.loads(code) if python.MAGIC_NUMBER == {magic!r} else compile(source, "<rollmill>", "exec"))
+exec(marshal.loads(code) if importlib.util.MAGIC_NUMBER == {magic!r} else compile(source, "<rollmill>", "exec"))
 """
 
 
