@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from rollmill.rollouts.factory.make import Wishes, Yield
+    from rollmill.rollouts.factory.sessions import Sessions
 
 
 class Kind(StrEnum):
@@ -34,6 +35,10 @@ def make(
     not_in: Annotated[
         list[Path], typer.Option(help="file or directory: no task whose solution is in it; may be given again")
     ] = [],  # noqa: B006
+    from_sessions: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="make tasks only of what users of this run asked for, and of what they kept"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="draws the bugs and the order of candidates")] = 0,
     at_once: Annotated[int, typer.Option(min=1, help="candidates that are tried at the same time")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="print the yield as JSON")] = False,
@@ -46,6 +51,7 @@ def make(
 
         rollmill tasks make ./shop --out tasks/shop
         rollmill tasks make toolz --out tasks/toolz --kind removal --most 20 --not-in heldout.jsonl
+        rollmill tasks make ./shop --out tasks/asked --from-sessions runs/live
     """
     import asyncio
 
@@ -56,12 +62,25 @@ def make(
         needed = requirements.read_text() if requirements is not None else ""
     except OSError as error:
         raise TaskError(f"--requirements: {requirements} cannot be read: {error.strerror}") from None
-    wishes = Wishes([each.value for each in kind], most, runs, repeat, suite_timeout, seed, needed, not_in, at_once)
+    sessions = _read_sessions(from_sessions) if from_sessions is not None else None
+    kinds = [each.value for each in kind] if sessions is None else []
+    wishes = Wishes(kinds, most, runs, repeat, suite_timeout, seed, needed, not_in, sessions, at_once)
     found = asyncio.run(_make(repository, out, wishes))
     if as_json:
         typer.echo(json.dumps(vars(found)))
     else:
         _show(found, out)
+
+
+def _read_sessions(run_dir: Path) -> Sessions:
+    from rollmill.kinds import build
+    from rollmill.rollouts.factory.sessions import read_sessions
+    from rollmill.runs.opening import open_with_index
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
+
+    run = open_with_index(run_dir)
+    store = TrajectoryStore(run.database(), run.objects())
+    return read_sessions(store, run.id, build(run.config.gateway.redaction))
 
 
 async def _make(repository: str, out: Path, wishes: Wishes) -> Yield:

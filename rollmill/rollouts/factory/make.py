@@ -32,6 +32,7 @@ from rollmill.rollouts.factory.edits import Candidate, find_edits
 from rollmill.rollouts.factory.history import at_commit, find_commits
 from rollmill.rollouts.factory.install import Project, install
 from rollmill.rollouts.factory.overlap import overlapping
+from rollmill.rollouts.factory.sessions import Sessions, find_kept
 from rollmill.rollouts.factory.sources import Source, get_source
 from rollmill.rollouts.factory.stable_tests import Suite, find_suite
 
@@ -59,6 +60,7 @@ class Wishes:
     seed: int = 0
     requirements: str = ""
     not_in: Sequence[Path] = ()
+    sessions: Sessions | None = None  # of users, to make tasks of
     at_once: int = field(default_factory=lambda: os.cpu_count() or 1)
 
 
@@ -76,6 +78,11 @@ class Yield:
     def add(self, kind: str, why: str) -> None:
         self.decided.setdefault(kind, Counter())[why] += 1
 
+    def leave_out(self, kind: str, reasons: Counter[str]) -> None:
+        """What was none from the beginning."""
+        self.candidates = Counter(self.candidates) + Counter({kind: reasons.total()})
+        self.decided.setdefault(kind, Counter()).update(reasons)
+
     def admitted(self, kind: str) -> int:
         return self.decided.get(kind, Counter())[""]
 
@@ -90,13 +97,18 @@ async def make_tasks(given: str, out: Path, wishes: Wishes, machines: MachineHos
     with tempfile.TemporaryDirectory(prefix="rollmill-factory-", ignore_cleanup_errors=True) as temporary:
         tell("get the sources", 0, 0, 0)
         source = get_source(given, Path(temporary))
+        kept, left_out = find_kept(source, wishes.sessions) if wishes.sessions else ([], Counter[str]())
         image = f"{source.name}-{_digest(source, wishes.requirements)}"
         tell("install the project", 0, 0, 0)
         project = await install(source, f"{image}.packages", machines, wishes.requirements)
         tell(f"run its suite {wishes.runs} times", 0, 0, 0)
         suite = await find_suite(project, machines, runs=wishes.runs, timeout_s=wishes.suite_timeout_s)
         maker = _Maker(_ground(project, suite, image, {}, ()), out, wishes, machines, tell)
-        await maker.run()
+        if wishes.sessions is not None:
+            maker.forget_others(kept)
+        await maker.run([*kept, *maker.find()])
+        if left_out:
+            maker.found.leave_out("session", left_out)
     return maker.found
 
 
@@ -109,13 +121,28 @@ class _Maker:
         self.found = Yield(ground.project.source.name, len(suite.stable), len(suite.apart), suite.dropped)
         (out / "run.toml").write_text(_RUN)
 
-    async def run(self) -> None:
+    def find(self) -> list[Candidate]:
+        """In the project itself."""
         wishes, project = self._wishes, self._ground.project
         candidates = find_edits(project, self._ground.suite, wishes.kinds, wishes.seed)
         if "history" in wishes.kinds:
             candidates += find_commits(project, 4 * wishes.most)
+        return candidates
+
+    def forget_others(self, kept: Sequence[Candidate]) -> None:
+        """Remove tasks of sessions that are no candidates any more: users were forgotten, or took a change back."""
+        names = {each.id for each in kept}
+        tasks = _lines(self._tasks)
+        left = [line for line in tasks if line["family"] != "session" or line["id"] in names]
+        if left != tasks:
+            draft = self._tasks.with_suffix(".new")
+            draft.write_text("".join(json.dumps(line) + "\n" for line in left), encoding="utf-8")
+            os.replace(draft, self._tasks)
+
+    async def run(self, candidates: Sequence[Candidate]) -> None:
+        wishes = self._wishes
         self.found.candidates = Counter(each.kind for each in candidates)
-        done = {line["id"]: line for line in _lines(self._decided)} | {
+        done = {line["id"]: line for line in _lines(self._decided) if line["why"]} | {
             line["id"]: {"kind": line["family"], "why": ""} for line in _lines(self._tasks)
         }
         names = {each.id for each in candidates}
@@ -145,14 +172,15 @@ class _Maker:
         _append(self._decided, json.dumps({"id": candidate.id, "kind": candidate.kind, "why": why}))
         self.found.add(candidate.kind, why)
         decided = sum(counts.total() for counts in self.found.decided.values())
-        admitted = sum(map(self.found.admitted, KINDS))
+        admitted = sum(map(self.found.admitted, self.found.decided))
         self._tell("make tasks", decided, sum(self.found.candidates.values()), admitted)
 
     async def _admit(self, candidate: Candidate) -> TaskEntry | str:
         ground = self._ground
         if candidate.commit:
             ground = await self._at_commit(candidate)
-            candidate = replace(candidate, tests=tuple(ground.suite.stable))
+            touched = [test for test in ground.suite.stable if ground.suite.calls_into(test, candidate.reference)]
+            candidate = replace(candidate, tests=tuple(touched or ground.suite.stable))
         entry = await admit(candidate, ground, self._machines, self._grader, repeat=self._wishes.repeat)
         if candidate.commit and isinstance(entry, str):
             remove_image(ground.image)
@@ -162,7 +190,7 @@ class _Maker:
         project = at_commit(self._ground.project, candidate.commit)
         wishes = self._wishes
         suite = await find_suite(
-            project, self._machines, runs=2, timeout_s=wishes.suite_timeout_s, modules=candidate.tests
+            project, self._machines, runs=2, timeout_s=wishes.suite_timeout_s, modules=candidate.tests or None
         )
         name = f"{self._ground.image}.{candidate.commit[:12]}"
         return _ground(project, suite, name, candidate.files, candidate.deleted)

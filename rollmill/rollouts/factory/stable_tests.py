@@ -28,6 +28,9 @@ class Suite:
     dropped: dict[str, int]  # why other tests are not used, and how many of them
     hidden: frozenset[str] = field(repr=False)  # files that an agent must not see or change
 
+    def calls_into(self, test: str, files: Collection[str]) -> bool:
+        return any(path in files for path, _ in self.calls.get(test, ()))
+
     def covering(self, path: str, line: int) -> list[str]:
         return [test for test in self.stable if (path, line) in self.calls.get(test, ())]
 
