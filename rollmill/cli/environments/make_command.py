@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmill.cli.environments.rollout_command import SERVED_MODEL, KeyOption, ModelNameOption
+
 if TYPE_CHECKING:
     from rollmill.rollouts.factory.make import Wishes, Yield
     from rollmill.rollouts.factory.sessions import Sessions
@@ -39,6 +41,12 @@ def make(
         Path | None,
         typer.Option(metavar="RUN", help="make tasks only of what users of this run asked for, and of what they kept"),
     ] = None,
+    instructions: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="an OpenAI-compatible endpoint, up to and with /v1, that writes instructions"),
+    ] = None,
+    model_name: ModelNameOption = SERVED_MODEL,
+    key: KeyOption = None,
     seed: Annotated[int, typer.Option(help="draws the bugs and the order of candidates")] = 0,
     at_once: Annotated[int, typer.Option(min=1, help="candidates that are tried at the same time")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="print the yield as JSON")] = False,
@@ -56,6 +64,7 @@ def make(
     import asyncio
 
     from rollmill.errors import TaskError
+    from rollmill.rollouts.factory.instruct import Writer
     from rollmill.rollouts.factory.make import Wishes
 
     try:
@@ -64,7 +73,8 @@ def make(
         raise TaskError(f"--requirements: {requirements} cannot be read: {error.strerror}") from None
     sessions = _read_sessions(from_sessions) if from_sessions is not None else None
     kinds = [each.value for each in kind] if sessions is None else []
-    wishes = Wishes(kinds, most, runs, repeat, suite_timeout, seed, needed, not_in, sessions, at_once)
+    writer = Writer(instructions, model_name, key or "") if instructions is not None else None
+    wishes = Wishes(kinds, most, runs, repeat, suite_timeout, seed, needed, not_in, sessions, writer, at_once)
     found = asyncio.run(_make(repository, out, wishes))
     if as_json:
         typer.echo(json.dumps(vars(found)))
@@ -107,6 +117,8 @@ async def _make(repository: str, out: Path, wishes: Wishes) -> Yield:
             return await make_tasks(repository, out, wishes, machines, tell)
         finally:
             await machines.close()
+            if wishes.writer is not None:
+                await wishes.writer.close()
 
 
 def _show(found: Yield, out: Path) -> None:
@@ -121,5 +133,7 @@ def _show(found: Yield, out: Path) -> None:
         why = "\n".join(f"{number} {reason}" for reason, number in counts.most_common() if reason)
         table.add_row(kind, str(count), str(sum(counts.values())), str(found.admitted(kind)), why)
     Console(highlight=False, markup=False).print(table)
+    for who, number in found.instructions.items() if set(found.instructions) != {"plain"} else ():
+        typer.echo(f"{number} instructions: {who}")
     tasks = sum(map(found.admitted, found.candidates))
     typer.echo(f"{tasks} tasks in {out / 'made.jsonl'}; `rollmill tasks check {out / 'run.toml'}` checks them again")

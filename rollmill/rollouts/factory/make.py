@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rollmill.rollouts.factory.admit import Ground, admit, hidden_texts
 from rollmill.rollouts.factory.edits import Candidate, find_edits
 from rollmill.rollouts.factory.history import at_commit, find_commits
 from rollmill.rollouts.factory.install import Project, install
+from rollmill.rollouts.factory.instruct import TAG, Writer
 from rollmill.rollouts.factory.overlap import overlapping
 from rollmill.rollouts.factory.sessions import Sessions, find_kept
 from rollmill.rollouts.factory.sources import Source, get_source
@@ -61,6 +62,7 @@ class Wishes:
     requirements: str = ""
     not_in: Sequence[Path] = ()
     sessions: Sessions | None = None  # of users, to make tasks of
+    writer: Writer | None = None  # of instructions
     at_once: int = field(default_factory=lambda: os.cpu_count() or 1)
 
 
@@ -74,6 +76,7 @@ class Yield:
     dropped_tests: Mapping[str, int] = field(default_factory=dict)
     candidates: Mapping[str, int] = field(default_factory=dict)  # by kind
     decided: dict[str, Counter[str]] = field(default_factory=dict)  # by kind: "" for admitted ones, or why not
+    instructions: Counter[str] = field(default_factory=Counter)  # written by a model, or why plain
 
     def add(self, kind: str, why: str) -> None:
         self.decided.setdefault(kind, Counter())[why] += 1
@@ -132,8 +135,12 @@ class _Maker:
     def forget_others(self, kept: Sequence[Candidate]) -> None:
         """Remove tasks of sessions that are no candidates any more: users were forgotten, or took a change back."""
         names = {each.id for each in kept}
+        self._drop({line["id"] for line in _lines(self._tasks) if line["family"] == "session"} - names)
+
+    def _drop(self, ids: Collection[str]) -> None:
+        """Remove tasks that an earlier run made."""
         tasks = _lines(self._tasks)
-        left = [line for line in tasks if line["family"] != "session" or line["id"] in names]
+        left = [line for line in tasks if line["id"] not in ids]
         if left != tasks:
             draft = self._tasks.with_suffix(".new")
             draft.write_text("".join(json.dumps(line) + "\n" for line in left), encoding="utf-8")
@@ -142,14 +149,17 @@ class _Maker:
     async def run(self, candidates: Sequence[Candidate]) -> None:
         wishes = self._wishes
         self.found.candidates = Counter(each.kind for each in candidates)
+        known = overlapping([each.solution for each in candidates], wishes.not_in) if wishes.not_in else set()
+        self._drop({each.id for each in candidates if each.solution in known})
+        admitted = _lines(self._tasks)
+        self.found.instructions.update(line["tags"].get(TAG, "plain") for line in admitted)
         done = {line["id"]: line for line in _lines(self._decided) if line["why"]} | {
-            line["id"]: {"kind": line["family"], "why": ""} for line in _lines(self._tasks)
+            line["id"]: {"kind": line["family"], "why": ""} for line in admitted
         }
         names = {each.id for each in candidates}
         for each, line in done.items():
             if each in names:
                 self.found.add(line["kind"], line["why"])
-        known = overlapping([each.solution for each in candidates], wishes.not_in) if wishes.not_in else set()
         waiting = iter([each for each in candidates if each.id not in done])
 
         async def work() -> None:
@@ -167,6 +177,7 @@ class _Maker:
         if isinstance(entry, TaskEntry):
             if self.found.admitted(candidate.kind) >= self._wishes.most:
                 return  # another one was admitted meanwhile
+            self.found.instructions[entry.tags.get(TAG, "plain")] += 1
             _append(self._tasks, entry.model_dump_json(exclude_defaults=True))
         why = entry if isinstance(entry, str) else ""
         _append(self._decided, json.dumps({"id": candidate.id, "kind": candidate.kind, "why": why}))
@@ -184,7 +195,9 @@ class _Maker:
         entry = await admit(candidate, ground, self._machines, self._grader, repeat=self._wishes.repeat)
         if candidate.commit and isinstance(entry, str):
             remove_image(ground.image)
-        return entry
+        if isinstance(entry, str) or self._wishes.writer is None:
+            return entry
+        return await self._wishes.writer.write(entry, candidate)
 
     async def _at_commit(self, candidate: Candidate) -> Ground:
         project = at_commit(self._ground.project, candidate.commit)
