@@ -13,8 +13,8 @@ import typer
 from rollmill.cli.environments.rollout_command import SERVED_MODEL, KeyOption, ModelNameOption
 
 if TYPE_CHECKING:
+    from rollmill.rollouts.factory.kept_changes import Sessions
     from rollmill.rollouts.factory.make import Wishes, Yield
-    from rollmill.rollouts.factory.sessions import Sessions
 
 
 class Kind(StrEnum):
@@ -84,7 +84,7 @@ def make(
 
 def _read_sessions(run_dir: Path) -> Sessions:
     from rollmill.kinds import build
-    from rollmill.rollouts.factory.sessions import read_sessions
+    from rollmill.rollouts.factory.kept_changes import read_sessions
     from rollmill.runs.opening import open_with_index
     from rollmill.trajectories.trajectory_store import TrajectoryStore
 

@@ -32,8 +32,8 @@ from rollmill.rollouts.factory.edits import Candidate, find_edits
 from rollmill.rollouts.factory.history import at_commit, find_commits
 from rollmill.rollouts.factory.install import Project, install
 from rollmill.rollouts.factory.instruct import TAG, Writer
+from rollmill.rollouts.factory.kept_changes import Sessions, find_kept
 from rollmill.rollouts.factory.overlap import overlapping
-from rollmill.rollouts.factory.sessions import Sessions, find_kept
 from rollmill.rollouts.factory.sources import Source, get_source
 from rollmill.rollouts.factory.stable_tests import Suite, find_suite
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from rollmill.environments.rewards.apart.session import Order, TesterReport, run_apart, run_together
@@ -15,6 +15,7 @@ from rollmill.machines.machine import WORK, Machine, MachineHost
 from rollmill.rollouts.factory.install import Project
 
 TEST_S = 3.0  # that one test may take: less than the 10 s of the reward, so that a busy host changes no verdict
+_APART_S = 1.0  # in another machine than the project: each call goes there and back, and takes longer on a busy host
 _FOLDERS = frozenset({"test", "tests", "testing"})
 _MAX_OUTPUT = 1 << 26
 _NEEDED = (
@@ -94,7 +95,7 @@ async def _find_apart(
     """The tests that pass while the project lies in another machine."""
     without = {path: data for path, data in project.files.items() if path not in hidden}
     told = await run_apart(
-        _order(project, tests, timeout_s, hidden=sorted(hidden)),
+        replace(_order(project, tests, timeout_s, hidden=sorted(hidden)), test_timeout_s=_APART_S),
         lambda: _machine(project, machines, project.files),
         lambda: _machine(project, machines, without),
     )
