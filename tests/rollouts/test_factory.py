@@ -12,7 +12,7 @@ import pytest
 from rollmill.errors import HarnessError, TaskError
 from rollmill.rollouts.factory.admit import Ground, _entry, _failure, hidden_texts
 from rollmill.rollouts.factory.edits import Candidate, find_edits
-from rollmill.rollouts.factory.install import Project
+from rollmill.rollouts.factory.install import Project, _plugins, _pyproject
 from rollmill.rollouts.factory.instruct import TAG, Writer
 from rollmill.rollouts.factory.make import _lines
 from rollmill.rollouts.factory.overlap import overlapping
@@ -107,6 +107,12 @@ def test_builds_caches_and_history_are_no_part_of_a_source(tmp_path: Path) -> No
     (tmp_path / ".git" / "x").unlink()
     (tmp_path / ".git").rmdir()
     assert sorted(get_source(str(tmp_path), tmp_path).files) == ["a.py", "b/build/c.py"]
+
+
+def test_plugins_that_the_settings_of_pytest_name_are_installed() -> None:
+    files = {"setup.cfg": b"[tool:pytest]\naddopts = --cov=shop\nasyncio_mode = auto\n"}
+    assert _plugins(_pyproject(files), files) == ["pytest-cov", "pytest-asyncio"]
+    assert _plugins(_pyproject({}), {"setup.cfg": b"[metadata]\n"}) == []
 
 
 def test_half_a_line_of_a_killed_run_is_cut_off(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ print("\\n" + json.dumps(found))
 """
 _TESTS = re.compile(r"tests?|testing")  # names of extras and dependency groups
 _PLUGIN = re.compile(r"(pytest[\w.-]*|hypothesis)\b", re.I)  # taken from every extra and group
+# options in the settings of pytest without which it refuses to start, or skips tests
+_NAMED_BY = {b"--cov": "pytest-cov", b"asyncio_mode": "pytest-asyncio"}
+_SETTINGS = ("pytest.ini", "setup.cfg", "tox.ini", "pyproject.toml")
 _REQUIREMENTS = re.compile(r"(tests?/|requirements/)?((tests?|dev)-requirements|requirements-(tests?|dev)|tests?)\.txt")
 _OF_PYTEST = ("pytest", "iniconfig", "packaging", "pluggy", "pygments", "Pygments")
 # of real interpreters, which tests or an agent's shell start; the grader has `paths`
@@ -241,8 +244,9 @@ def _pyproject(files: Mapping[str, bytes]) -> _Pyproject:
 
 
 def _plugins(settings: _Pyproject, files: Mapping[str, bytes]) -> list[str]:
-    """What tests need: groups and files named after tests, and plugins of pytest from all others."""
-    found: list[str] = []
+    """What tests need: groups and files named after tests, plugins of pytest from all others and from its settings."""
+    texts = [files.get(path, b"") for path in _SETTINGS]
+    found = [plugin for option, plugin in _NAMED_BY.items() if any(option in text for text in texts)]
     groups = {**(settings.project.optional_dependencies if settings.project else {}), **settings.dependency_groups}
     for path, data in files.items():
         if _REQUIREMENTS.fullmatch(path):
