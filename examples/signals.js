@@ -20,6 +20,7 @@ export class Signals {
   thumbs(about, up) { return this.send(about, { kind: "thumbs", value: up ? 1 : -1 }); }
   latency(about, seconds) { return this.send(about, { kind: "latency", value: seconds }); }
   task(about, label) { return this.send(about, { kind: "task", label }); }
+  kept(about, base, commit) { return this.send(about, { kind: "kept", label: `${base}..${commit}` }); }
 
   // The id makes a signal that is sent again count once.
   async send(about, signal) {

@@ -13,6 +13,7 @@ sent again after a lost reply counts once.
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -33,7 +34,9 @@ KINDS: Mapping[str, tuple[float, float, str]] = {
     "thumbs": (-1.0, 1.0, "1: thumb up; -1: thumb down"),
     "latency": (0.0, 86400.0, "seconds that the user waited"),
     "task": (0.0, 0.0, "no value: `label` says what kind of task it was"),
+    "kept": (0.0, 0.0, "no value: `label` names the change that the user kept, as two commits: BASE..COMMIT"),
 }
+KEPT = re.compile(r"(?P<base>[0-9a-f]{40})\.\.(?P<commit>[0-9a-f]{40})")  # the label of `kept`
 _ATTEMPTS = 3
 _RETRIED = (429, 500, 502, 503, 504)
 About = str | Mapping[str, Any]  # the name of a session, an answer, or the field `rollmill` of an answer
@@ -74,6 +77,11 @@ class Signals:
     def task(self, about: About, kind: str) -> None:
         """What kind of task it was, such as `edit` or `question`: rewards are compared within a kind."""
         self.send(about, "task", None, label=kind)
+
+    def kept(self, about: About, base: str, commit: str) -> None:
+        """The user kept the change of a repository from commit `base`, which the agent began with, to `commit`. Both
+        are full names. `rollmill tasks make --from-sessions` makes a task of it."""
+        self.send(about, "kept", None, label=f"{base}..{commit}")
 
     def send(
         self, about: About, kind: str, value: float | None, *, label: str | None = None, id: str | None = None

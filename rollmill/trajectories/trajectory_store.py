@@ -251,6 +251,14 @@ class TrajectoryStore:
             rows = connection.execute(query).all()
         return [FeedbackRow(row.id, row.kind, row.value, from_json(row.data), row.created_at) for row in rows]
 
+    def with_feedback(self, kind: str) -> builtins.list[TrajectoryRow]:
+        """The trajectories about which users gave feedback of this kind, oldest first."""
+        about = sa.select(feedback.c.trajectory).where(feedback.c.kind == to_text(kind))
+        query = sa.select(*COLUMNS).where(trajectories.c.id.in_(about))
+        with reading(self._engine) as connection:
+            rows = connection.execute(query.order_by(trajectories.c.created_at, trajectories.c.id))
+            return [to_row(row) for row in rows]
+
     def entries(self, id: str) -> builtins.list[LedgerEntry]:
         """What each run did with it."""
         with reading(self._engine) as connection:

@@ -189,3 +189,15 @@ def test_the_store_appends_feedback_once_per_id(database_url: str, tmp_path: Any
     numbers = [store.add_feedback("a", "thumb", 1.0, {}, given_id) for _ in range(2)]
     assert len(set(numbers)) == (2 if given_id is None else 1) == len(store.feedback("a"))
     assert store.add_feedback("b", "thumb", 1.0, {}, given_id) not in numbers
+
+
+async def test_what_a_user_kept_is_named_by_two_commits(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    about = (await door.say(LIVE, [USER]))["rollmill"]
+    kept = {"answer": about["answers"][0], "kind": "kept"}
+    for label in ("main..HEAD", f"{'a' * 40}", f"{'a' * 40}..{'b' * 41}", None):
+        status, body = await give(door, {**kept, "label": label, "text": "more"})
+        assert status == 400 and "BASE..COMMIT" in str(body)
+    assert door.trajectories.with_feedback("kept") == []
+    assert (await give(door, {**kept, "label": f"{'a' * 40}..{'b' * 40}"}))[0] == 200
+    assert [row.id for row in door.trajectories.with_feedback("kept")] == [about["trajectory"]]

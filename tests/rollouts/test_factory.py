@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.errors import TaskError
+from rollmill.errors import HarnessError, TaskError
 from rollmill.rollouts.factory.admit import Ground, _entry, _failure, hidden_texts
 from rollmill.rollouts.factory.edits import Candidate, find_edits
-from rollmill.rollouts.factory.install import Project
+from rollmill.rollouts.factory.install import Project, _plugins, _pyproject
+from rollmill.rollouts.factory.instruct import TAG, Writer
 from rollmill.rollouts.factory.make import _lines
 from rollmill.rollouts.factory.overlap import overlapping
 from rollmill.rollouts.factory.sources import Source, get_source
 from rollmill.rollouts.factory.stable_tests import Suite, files_of_tests
 from tests.cli.conftest import Told, rollmill  # noqa: F401
+from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401
 
 SHOP = '''"""Prices."""  # a comment that stays
 
@@ -107,6 +109,12 @@ def test_builds_caches_and_history_are_no_part_of_a_source(tmp_path: Path) -> No
     assert sorted(get_source(str(tmp_path), tmp_path).files) == ["a.py", "b/build/c.py"]
 
 
+def test_plugins_that_the_settings_of_pytest_name_are_installed() -> None:
+    files = {"setup.cfg": b"[tool:pytest]\naddopts = --cov=shop\nasyncio_mode = auto\n"}
+    assert _plugins(_pyproject(files), files) == ["pytest-cov", "pytest-asyncio"]
+    assert _plugins(_pyproject({}), {"setup.cfg": b"[metadata]\n"}) == []
+
+
 def test_half_a_line_of_a_killed_run_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "decided.jsonl"
     path.write_text('{"id": "a"}\n{"id": "b')
@@ -138,6 +146,56 @@ def test_a_task_pins_the_test_modules_that_others_import_or_name() -> None:
     assert set(entry.grading["files"]) == {"tests/test_a.py", "tests/test_base.py", "tests/test_plugin.py"}
 
 
+GOOD = "A total with a discount has to be the sum of the prices, less that many percent of it."
+LEAKING = "Please repair the total of a till. It is enough to write: whole = sum( prices ) and so on."
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (GOOD, "written by the model"),
+        (LEAKING, "plain: the model's text has a line of the solution"),
+        (f"{GOOD} test_total of test_shop.py fails.", "plain: the model's text names a hidden test"),
+        (GOOD * 40, "plain: the model's text has less than 40 or more than 3000 characters"),
+        ("No.", "plain: the model's text has less than 40 or more than 3000 characters"),
+        (f"{GOOD} \x1b[2J", "plain: the model's text has control characters"),
+    ],
+    ids=["good", "solution", "test", "long", "short", "control"],
+)
+@pytest.mark.asyncio
+async def test_the_instruction_of_a_scripted_model_is_used_unless_it_tells_too_much(
+    endpoint: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    why: str,
+) -> None:
+    project, suite = project_of(SHOP)
+    removed = next(each for each in find_edits(project, suite, ("removal",), seed=3))
+    test = "tests/test_shop.py::test_total"
+    entry = _entry(removed, Ground(project, suite, "shop", hidden_texts(project, suite)), [test], [], "E assert 1 == 2")
+    monkeypatch.setattr(Endpoint, "answer", said)
+    writer = Writer(endpoint, "scripted", "")
+    try:
+        written = await writer.write(entry, removed)
+    finally:
+        await writer.close()
+    assert written.tags[TAG] == why
+    assert (GOOD in str(written.instruction) and "test_total" not in str(written.instruction)) == (said == GOOD)
+    assert written.instruction == entry.instruction or said == GOOD
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_cannot_be_asked_ends_the_run() -> None:
+    project, suite = project_of(SHOP)
+    removed = next(each for each in find_edits(project, suite, ("removal",), seed=3))
+    entry = _entry(removed, Ground(project, suite, "shop", {}), [], [], "")
+    writer = Writer("http://127.0.0.1:9/v1", "scripted", "", deadline_s=0.1)
+    with pytest.raises(HarnessError, match="cannot be reached") as raised:
+        await writer.write(entry, removed)
+    await writer.close()
+    assert "--instructions" in str(raised.value.hint)
+
+
 HARD = """\
 import pathlib, socket, time
 
@@ -167,6 +225,7 @@ def test_a_repository_becomes_tasks_and_a_second_run_continues(
     rollmill: Callable[..., Told],  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    endpoint: str,  # noqa: F811
 ) -> None:
     monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
     shop, out = tmp_path / "shop", tmp_path / "out"
@@ -174,8 +233,10 @@ def test_a_repository_becomes_tasks_and_a_second_run_continues(
     (shop / "shop.py").write_text(SHOP.split("class Till")[0] + TOTAL)
     (shop / "tests" / "test_shop.py").write_text(HARD)
     command = ("tasks", "make", str(shop), "--out", str(out), "--runs", "2", "--repeat", "2", "--json")
-    first = json.loads(rollmill(*command, "--kind", "removal").out)
+    monkeypatch.setattr(Endpoint, "answer", GOOD)
+    first = json.loads(rollmill(*command, "--kind", "removal", "--instructions", endpoint).out)
     assert first["decided"] == {"removal": {"": 1}} and first["stable"] == 1
+    assert first["instructions"] == {"written by the model": 1}
     assert first["dropped_tests"].pop("fails in a machine") == 2, "the network and the device"
     assert [why.partition(" than")[0] for why in first["dropped_tests"]] == ["takes more"]
     with (out / "made.jsonl").open("a") as file:
@@ -184,11 +245,14 @@ def test_a_repository_becomes_tasks_and_a_second_run_continues(
     assert second["decided"]["removal"] == {"": 1} and second["decided"]["bug"][""] >= 1
     tasks = [json.loads(line) for line in (out / "made.jsonl").read_text().splitlines()]
     assert len({task["id"] for task in tasks}) == len(tasks) and tasks[0]["family"] == "removal"
+    assert GOOD in tasks[0]["instruction"] and "test_total" in tasks[1]["instruction"]
     assert rollmill("tasks", "check", str(out / "run.toml")).code == 0
     (tmp_path / "seen.txt").write_text((shop / "shop.py").read_text())
     options = ("--kind", "removal", "--not-in", str(tmp_path / "seen.txt"))
-    known = rollmill(*command[:4], str(tmp_path / "other"), *command[5:], *options)
+    known = rollmill(*command, *options)
     assert set(json.loads(known.out)["decided"]["removal"]) == {"its solution is in a source that `--not-in` names"}
+    left = [json.loads(line)["family"] for line in (out / "made.jsonl").read_text().splitlines()]
+    assert left == ["bug"] * (len(tasks) - 1), "a task that an earlier run made is dropped too"
 
 
 TOTAL = '''def total(prices, discount=0):
@@ -210,5 +274,33 @@ def test_a_project_without_tests_is_an_error_with_a_remedy(
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "shop.py").write_text(TOTAL)
     told = rollmill("tasks", "make", str(tmp_path / "shop"), "--out", str(tmp_path / "out"))
-    assert told.code != 0 and "pytest finds no tests in shop" in told.err and "hint:" in told.err
+    assert told.code != 0 and "shop: `pytest --collect-only` finds no tests" in told.err and "hint:" in told.err
+    assert not (tmp_path / "out" / "made.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tests", "options", "says"),
+    [
+        ("import time\n\ntime.sleep(600)\n", ("--suite-timeout", 2), "`pytest --collect-only` did not run to its end"),
+        (HARD[: HARD.index("def test_total")] + HARD[HARD.index("def test_device") :], (), "none passes 2 times"),
+        ("import gpu_library\n\n\ndef test(): ...\n", (), "No module named 'gpu_library'"),
+    ],
+    ids=["hangs", "gpu", "library"],
+)
+def test_a_suite_that_hangs_or_needs_a_gpu_is_an_error_with_a_remedy(
+    rollmill: Callable[..., Told],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tests: str,
+    options: tuple[object, ...],
+    says: str,
+) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "shop.py").write_text(TOTAL)
+    (tmp_path / "shop" / "test_shop.py").write_text(tests)
+    told = rollmill("tasks", "make", tmp_path / "shop", "--out", tmp_path / "out", "--runs", 2, *options)
+    assert told.code != 0 and "shop: " in told.err and says in told.err and "`pytest" in told.err, told
+    assert "--suite-timeout" in told.err if "sleep" in tests else "no GPU" in told.err
     assert not (tmp_path / "out" / "made.jsonl").exists()

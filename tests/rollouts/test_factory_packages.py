@@ -31,9 +31,11 @@ outside.parent.mkdir(parents=True, exist_ok=True)
 outside.write_text("was here")
 
 def get_requires_for_build_wheel(config_settings=None):
-    return []
+    return {asks!r}
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    for each in {asks!r}:
+        __import__(each + "_saw")
     info = "{name}-1.0.dist-info/"
     needs = "".join(f"Requires-Dist: {{each}}\\n" for each in {needs!r})
     files = {{
@@ -50,10 +52,10 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 PYPROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
 
 
-def attacker(name: str, outside: Path, needs: tuple[str, ...] = ()) -> dict[str, bytes]:
+def attacker(name: str, outside: Path, needs: tuple[str, ...] = (), asks: tuple[str, ...] = ()) -> dict[str, bytes]:
     return {
         "pyproject.toml": PYPROJECT.encode(),
-        "backend.py": BACKEND.format(name=name, outside=str(outside), needs=list(needs)).encode(),
+        "backend.py": BACKEND.format(name=name, outside=str(outside), needs=list(needs), asks=list(asks)).encode(),
         "setup.py": f"open({str(outside)!r}, 'w').close()\n".encode(),
     }
 
@@ -174,9 +176,10 @@ def test_pip_starts_no_program_even_if_its_caller_names_one(
 async def test_backends_run_in_machines_and_see_no_secret(
     publish: Publish, host: NamespaceHost, tmp_path: Path
 ) -> None:
-    """The project itself, and a dependency that the index has as an sdist alone."""
+    """The project itself, a dependency that the index has as an sdist alone, and what only the backend asks for."""
     outside = tmp_path / "outside" / "touched"
-    publish("evil", attacker("evil", outside, ("worse>=1",)))
+    publish("evil", attacker("evil", outside, ("worse>=1",), ("tool",)))
+    publish("tool", attacker("tool", outside))
     publish("worse", attacker("worse", outside))
     project = await install(get_source("evil", tmp_path), "evil.packages", host)
     assert not outside.exists()

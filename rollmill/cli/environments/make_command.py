@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmill.cli.environments.rollout_command import SERVED_MODEL, KeyOption, ModelNameOption
+
 if TYPE_CHECKING:
+    from rollmill.rollouts.factory.kept_changes import Sessions
     from rollmill.rollouts.factory.make import Wishes, Yield
 
 
@@ -34,6 +37,16 @@ def make(
     not_in: Annotated[
         list[Path], typer.Option(help="file or directory: no task whose solution is in it; may be given again")
     ] = [],  # noqa: B006
+    from_sessions: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="make tasks only of what users of this run asked for, and of what they kept"),
+    ] = None,
+    instructions: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="an OpenAI-compatible endpoint, up to and with /v1, that writes instructions"),
+    ] = None,
+    model_name: ModelNameOption = SERVED_MODEL,
+    key: KeyOption = None,
     seed: Annotated[int, typer.Option(help="draws the bugs and the order of candidates")] = 0,
     at_once: Annotated[int, typer.Option(min=1, help="candidates that are tried at the same time")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="print the yield as JSON")] = False,
@@ -46,22 +59,38 @@ def make(
 
         rollmill tasks make ./shop --out tasks/shop
         rollmill tasks make toolz --out tasks/toolz --kind removal --most 20 --not-in heldout.jsonl
+        rollmill tasks make ./shop --out tasks/asked --from-sessions runs/live
     """
     import asyncio
 
     from rollmill.errors import TaskError
+    from rollmill.rollouts.factory.instruct import Writer
     from rollmill.rollouts.factory.make import Wishes
 
     try:
         needed = requirements.read_text() if requirements is not None else ""
     except OSError as error:
         raise TaskError(f"--requirements: {requirements} cannot be read: {error.strerror}") from None
-    wishes = Wishes([each.value for each in kind], most, runs, repeat, suite_timeout, seed, needed, not_in, at_once)
+    sessions = _read_sessions(from_sessions) if from_sessions is not None else None
+    kinds = [each.value for each in kind] if sessions is None else []
+    writer = Writer(instructions, model_name, key or "") if instructions is not None else None
+    wishes = Wishes(kinds, most, runs, repeat, suite_timeout, seed, needed, not_in, sessions, writer, at_once)
     found = asyncio.run(_make(repository, out, wishes))
     if as_json:
         typer.echo(json.dumps(vars(found)))
     else:
         _show(found, out)
+
+
+def _read_sessions(run_dir: Path) -> Sessions:
+    from rollmill.kinds import build
+    from rollmill.rollouts.factory.kept_changes import read_sessions
+    from rollmill.runs.opening import open_with_index
+    from rollmill.trajectories.trajectory_store import TrajectoryStore
+
+    run = open_with_index(run_dir)
+    store = TrajectoryStore(run.database(), run.objects())
+    return read_sessions(store, run.id, build(run.config.gateway.redaction))
 
 
 async def _make(repository: str, out: Path, wishes: Wishes) -> Yield:
@@ -88,6 +117,8 @@ async def _make(repository: str, out: Path, wishes: Wishes) -> Yield:
             return await make_tasks(repository, out, wishes, machines, tell)
         finally:
             await machines.close()
+            if wishes.writer is not None:
+                await wishes.writer.close()
 
 
 def _show(found: Yield, out: Path) -> None:
@@ -102,5 +133,7 @@ def _show(found: Yield, out: Path) -> None:
         why = "\n".join(f"{number} {reason}" for reason, number in counts.most_common() if reason)
         table.add_row(kind, str(count), str(sum(counts.values())), str(found.admitted(kind)), why)
     Console(highlight=False, markup=False).print(table)
+    for who, number in found.instructions.items() if set(found.instructions) != {"plain"} else ():
+        typer.echo(f"{number} instructions: {who}")
     tasks = sum(map(found.admitted, found.candidates))
     typer.echo(f"{tasks} tasks in {out / 'made.jsonl'}; `rollmill tasks check {out / 'run.toml'}` checks them again")

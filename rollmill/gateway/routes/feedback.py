@@ -22,7 +22,7 @@ from rollmill.gateway.sessions.identity import named_session
 from rollmill.gateway.sessions.registry import key_id_of
 from rollmill.gateway.sessions.sessions import check_id
 from rollmill.gateway.wire.body import parse_object
-from rollmill.signals import checked
+from rollmill.signals import KEPT, checked
 from rollmill.strict import describe_problem
 from rollmill.types import TrafficClass, TrajectoryState
 
@@ -129,6 +129,8 @@ def _parse(body: bytes, named: str | None) -> Feedback:
             checked(given.kind, given.value)
         except ValueError as error:
             raise GatewayError(f"value: {error}", hint="a kind of your own may have any value") from None
+    if given.kind == "kept" and not KEPT.fullmatch(given.label or ""):
+        raise GatewayError(f"label: {given.label!r} names no change that was kept", hint="two commits: BASE..COMMIT")
     return given
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rollmill.environments.tasks.git_files import CommitFiles
 from rollmill.machines.images.repository import git
 from rollmill.rollouts.factory.edits import Candidate
 from rollmill.rollouts.factory.install import Project
-from rollmill.rollouts.factory.sources import is_kept
+from rollmill.rollouts.factory.sources import Source, is_kept
 from rollmill.rollouts.factory.stable_tests import files_of_tests
 
 _MOST_FILES = 10  # that a commit changes besides tests
@@ -27,45 +27,58 @@ def find_commits(project: Project, most: int) -> Iterator[Candidate]:
         commit, _, parent = line.partition(" ")
         if not parent or " " in parent:
             continue
-        paths = git(repository, "diff", "--name-only", "-z", "--no-renames", parent, commit).split("\0")
-        changed = [path for path in paths if path and is_kept(path)]
-        tests = [path for path in changed if _TEST.fullmatch(path)]
-        code = [path for path in changed if path not in files_of_tests(changed, tests)]
-        if not tests or not any(path.endswith(".py") for path in code) or len(code) > _MOST_FILES:
-            continue
-        candidate = _candidate(project, commit, parent, code, tests)
-        if candidate is not None:
+        message = git(repository, "log", "-1", "--format=%B", commit)
+        title = "Make this change:\n\n" + _TRAILER.sub("", message).strip()[:3000]
+        name = f"{project.source.name}-history-{commit[:12]}"
+        candidate = make_again(project.source, Change(name, "history", title, parent, commit))
+        if isinstance(candidate, Candidate) and candidate.tests:
             yield candidate
             found += 1
         if found == most:
             return
 
 
-def _candidate(project: Project, commit: str, parent: str, code: list[str], tests: list[str]) -> Candidate | None:
-    repository = project.source.repository
+@dataclass(frozen=True)
+class Change:
+    """What is between two commits, to make again."""
+
+    id: str
+    kind: str
+    title: str
+    base: str
+    commit: str
+
+
+def make_again(source: Source, change: Change) -> Candidate | str:
+    """The candidate; its tests are the modules of tests that the change has. Or why there is none."""
+    repository = source.repository
     assert repository is not None
-    before, after = CommitFiles(repository, parent), CommitFiles(repository, commit)
-    if any(path not in after for path in code) or not all(path in after for path in tests):
-        return None  # a reference writes files, and removes none
+    paths = git(repository, "diff", "--name-only", "-z", "--no-renames", change.base, change.commit).split("\0")
+    changed = [path for path in paths if path and is_kept(path)]
+    tests = [path for path in changed if _TEST.fullmatch(path)]
+    code = [path for path in changed if path not in files_of_tests(changed, tests)]
+    if not any(path.endswith(".py") for path in code) or len(code) > _MOST_FILES:
+        return f"it changes no Python file, or more than {_MOST_FILES} files"
+    before, after = CommitFiles(repository, change.base), CommitFiles(repository, change.commit)
+    if any(path not in after for path in code + tests):
+        return "it removes a file"  # a reference writes files, and removes none
     reference = {path: after[path] for path in code}
     try:
         [data.decode() for path in code for data in (after[path], before.get(path, b""))]
     except UnicodeDecodeError:
-        return None
-    diff = git(repository, "diff", "-U0", "--no-renames", parent, commit, "--", *code).splitlines()
+        return "it changes a file that is not text"
+    diff = git(repository, "diff", "-U0", "--no-renames", change.base, change.commit, "--", *code).splitlines()
     solution = "\n".join(line[1:] for line in diff if line.startswith("+") and not line.startswith("+++ "))
-    message = git(repository, "log", "-1", "--format=%B", commit)
-    title = "Make this change:\n\n" + _TRAILER.sub("", message).strip()[:3000]
     return Candidate(
-        f"{project.source.name}-history-{commit[:12]}",
-        "history",
-        title,
+        change.id,
+        change.kind,
+        change.title,
         {path: before[path] for path in code if path in before},
         reference,
         solution,
         tuple(tests),
         tuple(path for path in code if path not in before),
-        commit,
+        change.commit,
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 
 from rollmill.errors import TaskError
 from rollmill.machines.finish_image import other_name
@@ -35,11 +35,25 @@ _BUILD_S = 600.0
 _MOST_MADE = 20  # wheels that the index does not have
 _MISSING = re.compile(r"No matching distribution found for ([^\n]+?)(?: \(from [^\n]*\))?$", re.M)
 _WHEEL = re.compile(r"[\w.+]+(-[\w.+]+){4,5}\.whl")
+_LINES = TypeAdapter(list[str])
 _LARGEST = 1 << 28  # bytes of a wheel, packed and unpacked
 _WHEELS = "/tmp/wheels"  # noqa: S108  of a machine
 _BUILD = f"python -m pip wheel -q --no-build-isolation --no-deps --no-index --wheel-dir {_WHEELS} . && ls {_WHEELS}"
+# packages that only the backend names, such as Cython
+_ASK = """\
+import json, pathlib, tomllib
+from pip._vendor.pyproject_hooks import BuildBackendHookCaller
+file = pathlib.Path("pyproject.toml")
+system = tomllib.loads(file.read_text()).get("build-system", {}) if file.exists() else {}
+backend = system.get("build-backend", "setuptools.build_meta:__legacy__")
+found = BuildBackendHookCaller(".", backend, system.get("backend-path")).get_requires_for_build_wheel()
+print("\\n" + json.dumps(found))
+"""
 _TESTS = re.compile(r"tests?|testing")  # names of extras and dependency groups
 _PLUGIN = re.compile(r"(pytest[\w.-]*|hypothesis)\b", re.I)  # taken from every extra and group
+# options in the settings of pytest without which it refuses to start, or skips tests
+_NAMED_BY = {b"--cov": "pytest-cov", b"asyncio_mode": "pytest-asyncio"}
+_SETTINGS = ("pytest.ini", "setup.cfg", "tox.ini", "pyproject.toml")
 _REQUIREMENTS = re.compile(r"(tests?/|requirements/)?((tests?|dev)-requirements|requirements-(tests?|dev)|tests?)\.txt")
 _OF_PYTEST = ("pytest", "iniconfig", "packaging", "pluggy", "pygments", "Pygments")
 # of real interpreters, which tests or an agent's shell start; the grader has `paths`
@@ -123,15 +137,34 @@ class _Packages:
         for path, data in source.files.items():
             (place / "work" / path).parent.mkdir(parents=True, exist_ok=True)
             (place / "work" / path).write_bytes(data)
-        builder = self._builders.enter_context(other_name(source.name))
-        await self.build_image(builder, needed, place / "work")
-        machine = await self._machines.create(builder)
+        machine = await self._builder(source, needed, place)
         try:
+            if more := await _asked(machine):
+                await machine.close()
+                machine = await self._builder(source, [*needed, *more], place)
             return await _build(source, machine, place)
         except (OSError, zipfile.BadZipFile, IndexError) as error:
             raise TaskError(f"the wheel of {source.name} cannot be read: {error}") from None
         finally:
             await machine.close()
+
+    async def _builder(self, source: Source, needed: list[str], place: Path) -> Machine:
+        builder = self._builders.enter_context(other_name(source.name))
+        await self.build_image(builder, needed, place / "work")
+        return await self._machines.create(builder)
+
+
+async def _asked(machine: Machine) -> list[str]:
+    """What the project's backend wants for a build, beside what pyproject.toml names. Nothing if it cannot be asked:
+    then the build says why."""
+    told = await machine.exec(["python", "-c", _ASK], timeout_s=_BUILD_S * machine.capabilities.slowdown)
+    if told.exit_code != 0:
+        return []
+    try:
+        lines = _LINES.validate_json(told.output.strip().rpartition(b"\n")[2])
+    except ValueError:
+        return []
+    return [str(parse_requirement(line)) for line in lines]
 
 
 async def _build(source: Source, machine: Machine, place: Path) -> zipfile.ZipFile:
@@ -211,8 +244,9 @@ def _pyproject(files: Mapping[str, bytes]) -> _Pyproject:
 
 
 def _plugins(settings: _Pyproject, files: Mapping[str, bytes]) -> list[str]:
-    """What tests need: groups and files named after tests, and plugins of pytest from all others."""
-    found: list[str] = []
+    """What tests need: groups and files named after tests, plugins of pytest from all others and from its settings."""
+    texts = [files.get(path, b"") for path in _SETTINGS]
+    found = [plugin for option, plugin in _NAMED_BY.items() if any(option in text for text in texts)]
     groups = {**(settings.project.optional_dependencies if settings.project else {}), **settings.dependency_groups}
     for path, data in files.items():
         if _REQUIREMENTS.fullmatch(path):

@@ -18,6 +18,7 @@ from rollmill.errors import TaskError
 _WORD = re.compile(r"\w+|[^\w\s]")
 _GRAM = 12
 _SHARE = 0.5
+_LEAST_LINE = 4  # words and signs; shorter lines of code are in any text
 
 
 def grams(text: str) -> set[tuple[str, ...]]:
@@ -36,6 +37,20 @@ def overlapping(solutions: Iterable[str], sources: Iterable[Path]) -> set[str]:
         for length in lengths:
             seen |= everything & {tuple(words[at : at + length]) for at in range(len(words) - length + 1)}
     return {text for text, found in wanted.items() if found and len(found & seen) >= _SHARE * len(found)}
+
+
+def shows(text: str, solution: str, known: str) -> bool:
+    """Whether a text has a gram or a whole line of a solution that is not in what is `known` anyway."""
+    found, before = _spaced(text), _spaced(known)
+    lines = [_spaced(line.partition(" #")[0]) for line in solution.splitlines()]
+    runs = (grams(solution) - grams(known)) & grams(text)
+    return bool(runs) or any(
+        len(line.split()) >= _LEAST_LINE and line in found and line not in before for line in lines
+    )
+
+
+def _spaced(text: str) -> str:
+    return f" {' '.join(_WORD.findall(text))} "
 
 
 def _texts(sources: Iterable[Path]) -> Iterator[str]:

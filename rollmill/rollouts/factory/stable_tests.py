@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from rollmill.environments.rewards.apart.session import Order, TesterReport, run_apart, run_together
@@ -15,8 +15,13 @@ from rollmill.machines.machine import WORK, Machine, MachineHost
 from rollmill.rollouts.factory.install import Project
 
 TEST_S = 3.0  # that one test may take: less than the 10 s of the reward, so that a busy host changes no verdict
+_APART_S = 1.0  # in another machine than the project: each call goes there and back, and takes longer on a busy host
 _FOLDERS = frozenset({"test", "tests", "testing"})
 _MAX_OUTPUT = 1 << 26
+_NEEDED = (
+    "the factory needs a suite that pytest runs in a machine, which has no network and no GPU; in its work directory "
+    "is only the project. `--requirements` names a file with packages that tests need"
+)
 _TRACE = "/tmp/rollmill-trace.json"  # noqa: S108  of a machine
 
 
@@ -27,6 +32,9 @@ class Suite:
     calls: dict[str, list[tuple[str, int]]] = field(repr=False)  # test → files, and first lines of functions
     dropped: dict[str, int]  # why other tests are not used, and how many of them
     hidden: frozenset[str] = field(repr=False)  # files that an agent must not see or change
+
+    def calls_into(self, test: str, files: Collection[str]) -> bool:
+        return any(path in files for path, _ in self.calls.get(test, ()))
 
     def covering(self, path: str, line: int) -> list[str]:
         return [test for test in self.stable if (path, line) in self.calls.get(test, ())]
@@ -40,11 +48,7 @@ async def find_suite(
     everything = list(await _trace(project, machines, None, timeout_s))
     named = [test for test in everything if modules is None or test.partition("::")[0] in modules]
     if not named:
-        raise TaskError(
-            f"pytest finds no tests in {project.source.name}",
-            hint="the factory needs a suite that pytest collects in a directory with the project alone; "
-            "`--requirements` names a file with packages that tests need",
-        )
+        raise TaskError(f"{project.source.name}: `pytest` finds no tests in {', '.join(modules or ())}", hint=_NEEDED)
     verdicts: dict[str, list[str]] = {test: [] for test in named}
     printed = ""
     for _ in range(runs):
@@ -56,9 +60,9 @@ async def find_suite(
     if not stable:
         counts = ", ".join(f"{count} {why}" for why, count in Counter(each[0] for each in verdicts.values()).items())
         raise TaskError(
-            f"none of {len(named)} tests of {project.source.name} passes {runs} times in a machine: {counts}; "
-            f"{printed[-1000:].strip()}",
-            hint="machines have no network and no GPU; `--requirements` names a file with packages that tests need",
+            f"{project.source.name}: of {len(named)} tests none passes {runs} times when `pytest` runs in a machine: "
+            f"{counts}; {printed[-1000:].strip()}",
+            hint=_NEEDED,
         )
     dropped = Counter(_why(each) for each in verdicts.values() if set(each) != {"passed"})
     calls = await _trace(project, machines, stable, timeout_s) if modules is None else {}
@@ -91,7 +95,7 @@ async def _find_apart(
     """The tests that pass while the project lies in another machine."""
     without = {path: data for path, data in project.files.items() if path not in hidden}
     told = await run_apart(
-        _order(project, tests, timeout_s, hidden=sorted(hidden)),
+        replace(_order(project, tests, timeout_s, hidden=sorted(hidden)), test_timeout_s=_APART_S),
         lambda: _machine(project, machines, project.files),
         lambda: _machine(project, machines, without),
     )
@@ -144,15 +148,19 @@ async def _trace(
     async with _machine(project, machines, project.files) as machine:
         limit_s = timeout_s * machine.capabilities.slowdown
         result = await machine.exec(["python", "-c", text], stdin=json.dumps(work).encode(), timeout_s=limit_s)
+        printed = result.output[-1000:].decode("utf-8", "replace").strip()
+        command = "pytest" if only else "pytest --collect-only"
         try:
             found = json.loads(await machine.read(_TRACE, max_bytes=_MAX_OUTPUT))
-            return {str(test): [(str(path), int(line)) for path, line in calls] for test, calls in found.items()}
+            called = {str(test): [(str(path), int(line)) for path, line in calls] for test, calls in found.items()}
         except (OSError, ValueError, TypeError, AttributeError):
             why = (
-                f"stopped by the limit {result.stopped!r} after {limit_s:g} s" if result.stopped else "no list of tests"
+                f"the limit {result.stopped!r} stopped it after {limit_s:g} s" if result.stopped else "it says nothing"
             )
-            printed = result.output[-500:].decode("utf-8", "replace").strip()
             raise TaskError(
-                f"the suite of {project.source.name} did not run to its end in a machine: {why}; {printed}",
-                hint="`--suite-timeout` gives it more seconds",
+                f"{project.source.name}: `{command}` did not run to its end in a machine: {why}; {printed}",
+                hint="does a test or a file of tests hang? `--suite-timeout` gives the suite more seconds",
             ) from None
+    if not called:
+        raise TaskError(f"{project.source.name}: `{command}` finds no tests; it prints: {printed}", hint=_NEEDED)
+    return called

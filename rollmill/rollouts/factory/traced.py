@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,8 @@ def main() -> None:
     options += ["--collect-only"] if work["only"] is None else []
     try:
         pytest.main(options, plugins=[tracer])
+    except BaseException:
+        traceback.print_exc()
     finally:
         with open(work["output"], "w") as file:
             json.dump({test: sorted(called) for test, called in tracer.by_test.items()}, file)
