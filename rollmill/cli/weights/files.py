@@ -27,7 +27,7 @@ from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.models.huggingface.config import Layout
-    from rollmill.types import PolicyRef
+    from rollmill.types import PolicyRef, Version
     from rollmill.weights.format.tensors import Tensors
 
 QUANTISED_FORMS = ("fp8", "nvfp4")  # the forms of models.quantize, which needs torch
@@ -48,6 +48,46 @@ def export(
 
         rollmill weights export runs/demo rl@7 out
     """
+    _export(where, version, directory, f"is in {directory}", line, form, token, force=force)
+
+
+def push(
+    where: Where,
+    version: Which,
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="the model on the hub; made if there is none")],
+    revision: Annotated[str | None, typer.Option("--revision", help="the branch; the default is main")] = None,
+    public: Annotated[bool, typer.Option("--public", help="a new repository can be read by everybody")] = False,
+    line: LineOfNumber = None,
+    form: Form = None,
+    token: Token = None,
+) -> None:
+    """Write a version to a Hugging Face hub, as `export` writes it: a commit of a model that others can load.
+
+    HF_TOKEN holds the token that may write there. HF_ENDPOINT names another hub. For example:
+
+        rollmill weights push runs/demo rl@7 acme/agent
+    """
+    from rollmill.storage import hub
+
+    if hub.Repository.parse(name) is None:
+        raise ConfigError(f"{name!r} is no name of a model on a hub", hint="OWNER/NAME")
+    with tempfile.TemporaryDirectory(prefix="rollmill-push-") as folder:
+        wanted = _export(where, version, Path(folder) / "export", False, line, form, token)
+        url = hub.push(Path(folder) / "export", name, private=not public, revision=revision, message=str(wanted))
+    display.console().print(display.safe(url))
+
+
+def _export(
+    where: str,
+    version: str,
+    directory: Path,
+    goes: str,
+    line: str | None,
+    form: str | None,
+    token: str | None,
+    *,
+    force: bool = False,
+) -> Version:
     from rollmill.cli.weights import version_figures as figures
     from rollmill.weights.files.companions import companions_of
     from rollmill.weights.files.exchange import export_directory
@@ -70,12 +110,13 @@ def export(
                 advance=lambda count: bars.advance(task, count),
             )
     out = display.console()
-    out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, is in {directory}"))
+    out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, {goes}"))
     out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
     if note:
         out.print(f"  {note}", style="yellow")
     if "config.json" not in companions:
         out.print("  no config.json: the store does not know the model's architecture", style="yellow")
+    return wanted
 
 
 def _as_trained(companions: dict[str, bytes]) -> tuple[dict[str, bytes], str]:
