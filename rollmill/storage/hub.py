@@ -98,9 +98,11 @@ def fetch_cached(repository: Repository, choose: Choose) -> Path:
 
 def _listed(api: HfApi, repository: Repository, choose: Choose) -> tuple[str, list[RepoFile]]:
     """The commit, and what `choose` takes of its files."""
+    import huggingface_hub
+
     commit = api.repo_info(repository.name, revision=repository.revision, repo_type=repository.kind).sha
     tree = api.list_repo_tree(repository.name, recursive=True, revision=commit, repo_type=repository.kind)
-    files = {each.path: each for each in tree if hasattr(each, "blob_id")}  # a folder has none
+    files = {each.path: each for each in tree if isinstance(each, huggingface_hub.RepoFile)}
     wanted = [files[name] for name in choose(sorted(files))]
     if commit is None or any(".." in Path(each.path).parts or Path(each.path).is_absolute() for each in wanted):
         raise StorageError(f"{repository.name} has a file outside its folder", hint="do not use this repository")
@@ -130,9 +132,9 @@ def _load(api: HfApi, repository: Repository, commit: str, to: Path, file: RepoF
 
 def _headers(api: HfApi, *, same_host: bool) -> dict[str, str]:
     """A redirect to another host does not get the token."""
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import _headers as theirs
 
-    return build_hf_headers(token=api.token if same_host else False)
+    return theirs.build_hf_headers(token=api.token if same_host else False)
 
 
 def local_path(path: str) -> str:

@@ -153,9 +153,4 @@ def save_checkpoint(model: Decoder, directory: Path, like: Path, shard_bytes: in
 
 
 def _entry(each: NamedView) -> Entry:
-    view = each.view.detach()
-
-    def produce() -> Tensor:
-        return view if each.order is None else view.index_select(0, each.order.argsort())
-
-    return tensor_entry(each.name, view.dtype, view.shape, produce)
+    return tensor_entry(each.name, each.view.dtype, each.view.shape, lambda: each.theirs().detach())

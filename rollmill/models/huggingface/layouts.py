@@ -70,6 +70,10 @@ class NamedView(NamedTuple):
     view: Tensor
     order: Tensor | None = None  # our row i is their row order[i]; None: the same order
 
+    def theirs(self) -> Tensor:
+        """With rows in the checkpoint's order: the view itself, or a copy."""
+        return self.view if self.order is None else self.view.index_select(0, self.order.argsort())
+
 
 def named_views(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[NamedView]:
     """Every tensor of a checkpoint of this layout, as views of `state`, the state_dict of a decoder of its shape."""
