@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from rollmill.cli.main import app
 from rollmill.config import load_config
 from rollmill.errors import ConfigError, RollmillError, StorageError, WeightsError
-from rollmill.models.get import get_model
 from rollmill.models.huggingface.convert import open_checkpoint
+from rollmill.models.huggingface.get import get_model
 from rollmill.runs.run import RunConfig
 from tests.hub import Hub, running_hub
 from tests.runs.test_export import DEMO, export

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollmill.errors import RollmillError, WeightsError
-from rollmill.models.gguf import convert_gguf
 from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import open_checkpoint
 from rollmill.models.huggingface.files import CONFIG, companions, open_files, read_json
+from rollmill.models.huggingface.gguf import convert_gguf
 from rollmill.storage.hub import Repository, fetch
 from rollmill.weights.files.checkpoint_directory import INDEX
 
