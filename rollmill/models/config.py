@@ -246,6 +246,9 @@ def with_adapter(model: ModelConfig, adapter: Adapter | None) -> ModelConfig:
         return ModelConfig(**plain)
     if model.latent is not None and "attention" in adapter.targets:
         raise ValueError("latent attention has no adapters: leave 'attention' out of adapter.targets")
+    there = {"attention": True, "mlp": model.moe_layers < model.layers, "experts": model.moe_layers > 0}
+    if not any(there[target] for target in adapter.targets):
+        raise ValueError(f"the model has no {' or '.join(adapter.targets)}, so there is nothing to adapt")
     return AdaptedModel(**plain, own_adapter=adapter)
 
 
