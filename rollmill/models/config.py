@@ -232,7 +232,7 @@ class ModelConfig(Config):
 class AdaptedModel(ModelConfig):
     """A model as a stage with `[stages.training.adapter]` trains it, and as engines serve it then."""
 
-    own_adapter: Adapter
+    own_adapter: Adapter = Field(description="The adapter that is trained, beside weights that stay as they are.")
 
     @property
     def adapter(self) -> Adapter:
