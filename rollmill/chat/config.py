@@ -11,6 +11,7 @@ from rollmill.config import Config, LocalPath
 FamilyName = Literal[
     "hermes",
     "qwen-coder",
+    "glm",
     "llama3",
     "mistral",
     "granite",

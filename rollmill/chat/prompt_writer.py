@@ -153,8 +153,12 @@ def _opens(thinking: Thinking, prompt: str, tokenizer: Tokenizer) -> bool:
 
 
 def _find_closing(writer: Writer, tokenizer: Tokenizer) -> int:
-    """The special token behind the text of an answer."""
-    tokens = _answer_tokens(writer, assistant_message(_TEXT, []), [], tokenizer)
+    """The special token behind the text of an answer: the one that closes it, or begins the next message."""
+    answer = assistant_message(_TEXT, [])
+    tokens = _answer_tokens(writer, answer, [], tokenizer)
+    alone, whole = (_tried(writer, [_USER, answer, *more], [], prompt=False) for more in ([], [_USER]))
+    if whole.startswith(alone):
+        tokens += tokenizer.encode_marked(whole[len(alone) :])[:1]
     inside = [mark for mark in writer.family.frame_ends if mark in tokenizer.special]
     ends = tokenizer.special_ids - {tokenizer.special[mark] for mark in inside}
     special = [at for at, token in enumerate(tokens) if token in ends]

@@ -42,8 +42,8 @@ def get(
     """
     from rich.console import Console
 
-    from rollmill.models.get import get_model
     from rollmill.models.huggingface.convert import open_checkpoint
+    from rollmill.models.huggingface.get import get_model
 
     console = Console()
     stored = {"bf16": "BF16", "fp32": "F32"}[dtype]

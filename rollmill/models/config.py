@@ -139,6 +139,12 @@ class ModelConfig(Config):
     gate_scale: float = Field(default=1.0, gt=0, description="Factor of the routed experts' output.")
     dense_layers: int = Field(default=0, ge=0, description="How many of the first layers are dense.")
     dense_also: tuple[int, ...] = Field((), description="Further dense layers, by number from 0.")
+    rotated_dim: int | None = Field(
+        default=None, gt=0, description="How many numbers of each head are rotated. Not set: all of them."
+    )
+    unrotated_layers: tuple[int, ...] = Field(
+        (), description="Layers whose heads are not rotated at all, by number from 0."
+    )
     rope_theta: float = Field(
         default=10000.0, gt=0, description="Base of the rotary embedding. Larger suits longer contexts."
     )
@@ -160,6 +166,12 @@ class ModelConfig(Config):
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.rope_dim % 2:
             raise ValueError(f"head_dim ({self.rope_dim}) must be even: rotary embeddings turn pairs")
+        if self.rotated_dim is not None and (
+            self.latent is not None or self.rotated_dim % 2 or self.rotated_dim > self.head_dim
+        ):
+            raise ValueError(f"rotated_dim ({self.rotated_dim}) must be even, at most head_dim, and without [latent]")
+        if self.unrotated_layers and self.latent is not None:
+            raise ValueError("unrotated_layers is for models without [latent]")
         if self.experts and self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token ({self.experts_per_token}) exceeds experts ({self.experts})")
         return self
@@ -220,7 +232,7 @@ class ModelConfig(Config):
 class AdaptedModel(ModelConfig):
     """A model as a stage with `[stages.training.adapter]` trains it, and as engines serve it then."""
 
-    own_adapter: Adapter
+    own_adapter: Adapter = Field(description="The adapter that is trained, beside weights that stay as they are.")
 
     @property
     def adapter(self) -> Adapter:

@@ -192,10 +192,12 @@ class Decoder(nn.Module):
         self._check_replay(replay, tokens_N)
         replay = None if replay is None else replay.to(tokens_N.device)
         angles = (self._cos.index_select(0, positions_N), self._sin.index_select(0, positions_N))
+        still = (torch.ones_like(angles[0]), torch.zeros_like(angles[1])) if self.config.unrotated_layers else angles
         x_NW = nn.functional.embedding(tokens_N, self.embedding)
         routings: list[Routing] = []
         for number, layer in enumerate(self.layers):
-            x_NW, routing = self._run(number, layer, x_NW, angles, attend, replay)
+            turned = still if number in self.config.unrotated_layers else angles
+            x_NW, routing = self._run(number, layer, x_NW, turned, attend, replay)
             if routing is not None:
                 routings.append(routing)
         return DecoderOutput(norm_fork(x_NW, self.norm, self.config.norm_eps, copy=False)[0], routings)

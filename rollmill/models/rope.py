@@ -6,17 +6,20 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rollmill.models.config import Llama3Rope, ModelConfig, YarnRope
 
 
 def angle_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, FP32 [max_context, 1, D/2]."""
+    """cos and sin of every position, FP32 [max_context, 1, D/2]. Pairs after `rotated_dim` stand still."""
     scaling = config.rope_scaling
     angles = torch.outer(torch.arange(config.max_context, dtype=torch.float64, device="cpu"), _frequencies(config))
     cos, sin = angles.cos(), angles.sin()
     if isinstance(scaling, YarnRope):
         cos, sin = cos * scaling.angle_scale, sin * scaling.angle_scale
+    still = config.rope_dim // 2 - cos.shape[1]
+    cos, sin = pad(cos, (0, still), value=1.0), pad(sin, (0, still))
     return cos.float().unsqueeze(1), sin.float().unsqueeze(1)
 
 
@@ -26,8 +29,9 @@ def score_scale(config: ModelConfig) -> float:
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position, FP64 [D/2], fastest first."""
-    exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.float64, device="cpu") / config.rope_dim
+    """Radians per position of the pairs that turn, FP64, fastest first."""
+    rotated = config.rotated_dim or config.rope_dim
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
     frequencies = config.rope_theta**-exponents
     if isinstance(config.rope_scaling, Llama3Rope):
         return _llama3(frequencies, config.rope_scaling)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
+from rollmill.storage.parquet import pyarrow_parquet
 from rollmill.trajectories.allowed_tokens import split_kept
 from rollmill.trajectories.facts import to_plain
 from rollmill.trajectories.table_rows import TrajectoryRow
@@ -125,7 +126,7 @@ def _write_openai(target: Path, found: Iterator[LoadedRow]) -> int:
 
 
 def _write_parquet(target: Path, found: Iterator[LoadedRow]) -> int:
-    pyarrow, parquet = _pyarrow()
+    pyarrow, parquet = pyarrow_parquet()
     schema = _schema(pyarrow)
     count = 0
     rows: list[dict[str, Any]] = []
@@ -178,14 +179,3 @@ def _schema(pyarrow: Any) -> Any:
     columns |= {"logprobs": pyarrow.list_(pyarrow.float32()), "policy": pyarrow.list_(pyarrow.int16())}
     columns |= {"policies": pyarrow.list_(policy), "spans": text, "kept": pyarrow.list_(pyarrow.binary())}
     return pyarrow.schema(list(columns.items()))
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(
-            "Parquet needs pyarrow, which is not installed", hint="pip install 'rollmill[parquet]', or --format openai"
-        ) from None
-    return pyarrow, pyarrow.parquet

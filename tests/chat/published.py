@@ -25,11 +25,12 @@ EDGES = {  # bos and eos; the others have no bos, and <|im_end|>
     "llama3.1": ("<|begin_of_text|>", "<|eot_id|>"),
     "mistral-nemo": ("<s>", "</s>"),
     "command-r7b": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    "glm4.5": ("", "<|user|>"),
     "gpt-oss": ("<|startoftext|>", "<|return|>"),
 }
 VARIABLES = {"deepseek-r1": {"enable_thinking": True}}
 _SPECIAL = re.compile(
-    r"<\|[a-zA-Z_]+\|>|<｜[^｜]+｜>|</?think>|</?tool_call>|</?tool_response>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>"
+    r"<\|[a-zA-Z_]+\|>|<｜[^｜]+｜>|</?think>|</?tool_call>|</?tool_response>|</?arg_(?:key|value)>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>"
 )
 TOOLS: list[Tool] = [
     {

@@ -18,6 +18,7 @@ NAMES = [
     "qwen2.5",
     "qwen3",
     "qwen3-coder",
+    "glm4.5",
     "llama3.1",
     "mistral-nemo",
     "deepseek-v3.1",
@@ -66,7 +67,7 @@ def test_a_stream_shows_what_is_parsed(name: str, text: str, reasoning: str) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.1", "llama3.1", "kimi-k2", "gpt-oss", "command-r7b"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.1", "llama3.1", "kimi-k2", "glm4.5", "gpt-oss", "command-r7b"])
 def test_any_tokens_parse_and_stream(name: str, data: st.DataObject) -> None:
     case = published(name)
     marks = st.sampled_from(sorted(case.tokenizer.special_ids))
@@ -83,6 +84,10 @@ TEXTS: dict[FamilyName, tuple[str, tuple[str, str]]] = {
     "qwen-coder": (
         "<tool_call>\n<function=read>\n<parameter=path>\na.py",
         ("read", "<function=read>\n<parameter=path>\na.py"),
+    ),
+    "glm": (
+        "<tool_call>read\n<arg_key>path</arg_key>\n<arg_value>a.py",
+        ("read", "read\n<arg_key>path</arg_key>\n<arg_value>a.py"),
     ),
     "llama3": ('{"name": "read", "parameters": {"path', ("read", '{"name": "read", "parameters": {"path')),
     "mistral": ('[TOOL_CALLS][{"name": "read", "arg', ("read", '[{"name": "read", "arg')),
@@ -121,6 +126,12 @@ def test_malformed_calls_stay_calls_with_their_raw_text(name: FamilyName) -> Non
         ("json", "[1, 2]", []),
         ("qwen-coder", "<function=edit>\n<parameter=line>\n3\n</parameter>\n</function>", [("edit", '{"line": 3}')]),
         ("qwen-coder", "<function=edit>\n<parameter=line>\nx\n</parameter>\n</function>", [("edit", '{"line": "x"}')]),
+        (
+            "glm",
+            "<tool_call>edit<arg_key>line</arg_key><arg_value>3</arg_value></tool_call>",
+            [("edit", '{"line": 3}')],
+        ),
+        ("glm", '<tool_call>{"name": "read"}</tool_call>', [("invalid", '{"name": "read"}</tool_call>')]),
         ("harmony", "<|channel|>final<|message|>to=functions.read", []),
         ("harmony", "<|channel|>commentary to=a.b", [("invalid", "<|channel|>commentary to=a.b")]),
         ("cohere", '<|START_ACTION|>[{"tool_name": "read", "parameters": {}}]<|END_ACTION|>', [("read", "{}")]),

@@ -112,7 +112,7 @@ def check(case: Published, messages: list[Message], tools: list[Tool], **convent
 KEPT = ["start", "", "", "", ""]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-coder", "llama3.1", "kimi-k2"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-coder", "glm4.5", "llama3.1", "kimi-k2"])
 @pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["", "system"])
 def test_agents_keep_all_tokens(name: str, system: list[Message]) -> None:
     assert check(published(name), [*system, *AGENT], TOOLS, kimi=name == "kimi-k2") == KEPT
@@ -123,7 +123,9 @@ def test_an_agent_of_deepseek_keeps_all_tokens() -> None:
     assert check(published("deepseek-v3.1"), AGENT, []) == KEPT
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite3.3", "smollm3", "phi-4", "qwen2.5", "llama3.1", "deepseek-v3.1"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "glm4.5", "granite3.3", "smollm3", "phi-4", "qwen2.5", "llama3.1", "deepseek-v3.1"]
+)
 def test_chats_keep_all_tokens(name: str) -> None:
     assert check(published(name), CHAT, []) == ["start", "", ""]
 

@@ -111,7 +111,7 @@ def test_a_forced_call_is_what_the_published_template_writes(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "family", ["hermes", "qwen-coder", "mistral", "deepseek", "deepseek-v3", "kimi", "llama3", "json"]
+    "family", ["hermes", "qwen-coder", "glm", "mistral", "deepseek", "deepseek-v3", "kimi", "llama3", "json"]
 )
 def test_a_forced_call_can_be_written_in_text(family: FamilyName, tmp_path: Path) -> None:
     """The template has no place for calls and the vocabulary no marks, so calls are text."""
@@ -156,6 +156,26 @@ def test_a_forced_call_of_qwen_coder_has_values_in_plain_text(tmp_path: Path) ->
     odd = {"type": 3, "properties": {"a": {"type": 7}, "b": 1, "c": {"enum": []}}, "required": 5}
     tools[0]["function"]["parameters"] = odd
     assert grammar_of(wish, case.format) is not None
+
+
+@pytest.mark.parametrize("breaks", ["\n", ""])
+def test_a_forced_call_of_glm_is_what_its_family_writes(breaks: str, tmp_path: Path) -> None:
+    """With the marks as special tokens, up to the mark that a result begins with."""
+    case = published("glm4.5")
+    wish = ModelRequest([], tools=TEMPLATE_TOOLS, sampling=Sampling(), forced=("edit",))
+    grammar = grammar_of(wish, case.format)
+    assert grammar is not None
+
+    def allows(name: str, *pairs: tuple[str, str]) -> bool:
+        written = (f"<arg_key>{key}</arg_key>{breaks}<arg_value>{value}</arg_value>{breaks}" for key, value in pairs)
+        text = f"<tool_call>{name}{breaks}{''.join(written)}</tool_call><|observation|>"
+        tokens = case.raw.encode(text, add_special_tokens=False).ids
+        return follows(tokens, grammar, case.tokenizer, tmp_path / "t.json", case.format.stop_tokens[0])
+
+    path, line, parts = ("path", "a <b>\n\n"), ("line", "3"), ("parts", '["x"]')
+    assert allows("edit", path, line, parts)
+    assert not allows("read", ("path", "a")) and not allows("edit", path, parts)
+    assert not allows("edit", path, ("line", "x"), parts)
 
 
 def test_rows_without_a_grammar_keep_their_bits(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ async def test_a_call_that_the_model_ends_itself_keeps_its_end(mill: Mill, answe
     assert segment.tokens[segment.sampled].tolist() == script + script
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-coder", "deepseek-v3.1", "kimi-k2"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-coder", "glm4.5", "deepseek-v3.1", "kimi-k2"])
 def test_published_formats_end_behind_the_first_call(name: str) -> None:
     case = published(name)
     calls = [("read", '{"path": "add.py"}'), ("read", '{"path": "b.py"}')]

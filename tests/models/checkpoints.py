@@ -45,6 +45,17 @@ LATENT: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
 }
+GLM: dict[str, Any] = {
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "n_group": 1,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -60,6 +71,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"head_dim": 16, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}}),
     "llama, biases": ("Llama", {"attention_bias": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, yarn": ("Qwen2", {"rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-6}),
@@ -71,6 +83,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": None}),
     "deepseek": ("DeepseekV3", LATENT | {"rope_parameters": DEEP_YARN, "rms_norm_eps": 1e-5}),
     "deepseek, no query rank": ("DeepseekV3", LATENT | {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1}),
+    "glm": ("Glm4Moe", {**GLM, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
+    "glm, biases": ("Glm4Moe", {**GLM, "attention_bias": True, "partial_rotary_factor": 0.25}),
     "deepseek, halves": ("DeepseekV3", LATENT | {"rope_interleave": False}),
 }
 
@@ -139,9 +153,4 @@ def save_checkpoint(model: Decoder, directory: Path, like: Path, shard_bytes: in
 
 
 def _entry(each: NamedView) -> Entry:
-    view = each.view.detach()
-
-    def produce() -> Tensor:
-        return view if each.order is None else view.index_select(0, each.order.argsort())
-
-    return tensor_entry(each.name, view.dtype, view.shape, produce)
+    return tensor_entry(each.name, each.view.dtype, each.view.shape, lambda: each.theirs().detach())

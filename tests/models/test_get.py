@@ -18,8 +18,8 @@ import torch
 
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.errors import RollmillError, WeightsError
-from rollmill.models.get import get_model
 from rollmill.models.huggingface.convert import open_checkpoint
+from rollmill.models.huggingface.get import get_model
 from tests.later import Later
 from tests.models.checkpoints import load_checkpoint, make_checkpoint, our_logits, their_logits, tokens_of
 
@@ -157,7 +157,7 @@ def at_most(more: int) -> Iterator[None]:
 
 
 def test_invalid_files_are_refused(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.models.gguf._MOST_READS", 10_000)
+    monkeypatch.setattr("rollmill.models.huggingface.gguf._MOST_READS", 10_000)
     _write_gguf(tmp_path / "whole.gguf", model)
     data = (tmp_path / "whole.gguf").read_bytes()
     for name, content in {
@@ -224,7 +224,9 @@ def test_an_unreachable_hub_has_a_hint(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "some/model could not be downloaded" in done.stderr and "hint: without access to the hub" in done.stderr
+    assert (
+        "some/model could not be downloaded" in done.stderr and "without access to the hub, HF_ENDPOINT" in done.stderr
+    )
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
 
 

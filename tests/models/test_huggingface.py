@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from rollmill.errors import ConfigError, WeightsError
+from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import open_checkpoint
+from rollmill.models.huggingface.files import CONFIG
+from rollmill.models.huggingface.served import checkpoint_tensors, served_companions, served_tensors
+from rollmill.models.quantize import place
 from tests.models.checkpoints import (
     LAYOUTS,
     load_checkpoint,
@@ -98,6 +102,64 @@ def test_kimi_k2_is_the_deepseek_layout(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, model = load_checkpoint(tmp_path)
     torch.testing.assert_close(our_logits(model, tokens_of()), their_logits(theirs, tokens_of()), atol=2e-5, rtol=1e-4)
+
+
+def test_the_text_model_of_kimi_k25_is_read_with_int4_experts(tmp_path: Path) -> None:
+    """As its owner's files are: a nested configuration, names with a prefix, parts for images, experts as
+    compressed-tensors packs them. `transformers` computes the same with the numbers that the codes mean."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    make_checkpoint("deepseek", tmp_path, torch.bfloat16, hidden_size=48, moe_intermediate_size=24)
+    tensors = {f"language_model.{name}": x for name, x in load_file(tmp_path / "model.safetensors").items()}
+    tensors["vision_tower.patch_embed.proj.weight"], exact = torch.zeros(4, 4), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        groups = tensors.pop(name).float().unflatten(1, (-1, 8))
+        scales = (groups.abs().amax(-1) / 7).bfloat16()
+        codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-8, 7)
+        exact[name.removeprefix("language_model.")] = (codes * scales.float().unsqueeze(-1)).flatten(1).bfloat16()
+        shifted = (codes + 8).long().flatten(1)
+        packed = (shifted.unflatten(1, (-1, 8)) << (4 * torch.arange(8))).sum(-1)
+        tensors[f"{name}_packed"] = packed.where(packed < 1 << 31, packed - (1 << 32)).int()
+        tensors[f"{name}_scale"] = scales
+        tensors[f"{name}_shape"] = torch.tensor(shifted.shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
+    text |= {
+        "model_type": "kimi_k2",
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        },
+    }
+    tree = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.dtype == torch.bfloat16 and checkpoint.layout.model.experts == 8
+    with served_tensors(checkpoint) as served:  # as an import into a run, and an export of it
+        saved = served_companions(checkpoint)
+        layout = read_layout(json.loads(saved[CONFIG]))
+        with checkpoint_tensors(layout, served) as out:
+            found = {name: place(tensor, torch.device("cpu")).clone() for name, tensor in out.items()}
+    assert len(exact) == 2 * 8 * 3 and all(torch.equal(found[name], tensor) for name, tensor in exact.items())
+    (tmp_path / "text").mkdir()
+    save_file(found, tmp_path / "text" / "model.safetensors")
+    (tmp_path / "text" / "config.json").write_bytes(saved[CONFIG])
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
+    _, ours = load_checkpoint(tmp_path, torch.float32)
+    torch.testing.assert_close(our_logits(ours, tokens_of()), their_logits(alone, tokens_of()), atol=2e-5, rtol=1e-4)
+
+    weights["group_size"] = 5
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(WeightsError, match="no group size that fits"):
+        open_checkpoint(tmp_path)
+    weights["num_bits"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(WeightsError, match="compressed-tensors' symmetric INT4"):
+        open_checkpoint(tmp_path)
 
 
 def test_block_wise_fp8_becomes_numbers_again(tmp_path: Path) -> None:

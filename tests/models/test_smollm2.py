@@ -7,7 +7,7 @@ import torch
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import WeightsError
-from rollmill.models.get import PACKAGES, get_model
+from rollmill.models.huggingface.get import PACKAGES, get_model
 from tests.later import Later
 from tests.models.checkpoints import load_checkpoint, our_logits, their_logits
 

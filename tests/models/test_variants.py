@@ -31,6 +31,7 @@ GATE = {"gate": "sigmoid", "gate_bias": True, "experts": 6, "gate_groups": 3, "g
 VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"qkv_bias": True, "output_bias": True},
     "q/k norms": {"qk_norm": True},
+    "partly rotated": {"qk_norm": True, "rotated_dim": 4, "layers": 3, "unrotated_layers": (1,)},
     "latent": {"latent": LATENT, "head_dim": 10, "kv_heads": 4, **GATE},
     "latent, full queries": {"latent": LATENT.model_copy(update={"q_rank": None}), "head_dim": 10, "kv_heads": 4},
     "dense in between": {"layers": 3, "dense_also": (1,), "gate_normalised": False},

@@ -64,6 +64,7 @@ LATENT = ModelConfig(
     max_context=256,
     latent={"q_rank": 24, "kv_rank": 32, "plain_dim": 16, "rope_dim": 8, "value_dim": 12},
 )
+TURNED = DENSE.model_copy(update={"rotated_dim": DENSE.head_dim // 2, "unrotated_layers": (1,)})  # GLM, SmolLM3
 ADAPTED = with_adapter(MIXTURE.model_copy(update={"dense_layers": 1}), Adapter(rank=8))
 ENGINE = EngineConfig(
     max_batch=12, block_size=8, cache_tokens=2048, prefill_chunk=24, draft_tokens=4, stream_seconds=0, recompute_kv=True
@@ -221,6 +222,7 @@ def two_threads() -> Iterator[None]:
     [
         (DENSE, "bf16"),
         (MIXTURE, "bf16"),
+        (TURNED, "bf16"),
         (LATENT, "bf16"),
         (DENSE, "fp8"),
         (MIXTURE, "fp8"),
@@ -228,7 +230,7 @@ def two_threads() -> Iterator[None]:
         (ADAPTED, "bf16"),
         (ADAPTED, "fp8"),
     ],
-    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4", "adapted", "adapted-fp8"],
+    ids=["dense", "mixture", "turned", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4", "adapted", "adapted-fp8"],
 )
 async def test_no_bit_differs(model: ModelConfig, form: str, two_threads: None) -> None:
     updates = [make_update(model, number, form) for number in range(VERSIONS)]

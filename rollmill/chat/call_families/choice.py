@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rollmill.chat.call_families.cohere import ACTION, CohereCalls
 from rollmill.chat.call_families.deepseek import CALLS, DeepSeekCalls
+from rollmill.chat.call_families.glm import KEY, GlmCalls
 from rollmill.chat.call_families.harmony import CHANNEL, HarmonyCalls
 from rollmill.chat.call_families.hermes import START, HermesCalls
 from rollmill.chat.call_families.kimi import SECTION, KimiCalls
@@ -19,6 +20,7 @@ from rollmill.chat.tokenizer import Tokenizer
 FAMILIES: Mapping[FamilyName, CallFamily] = {
     "hermes": HermesCalls(),
     "qwen-coder": QwenCoderCalls(),
+    "glm": GlmCalls(),
     "llama3": JsonCalls("llama3", key="parameters", single=True),
     "mistral": MarkedListCalls("mistral", "[TOOL_CALLS]"),
     "granite": MarkedListCalls("granite", "<|tool_call|>"),
@@ -44,6 +46,8 @@ def family_of(template: str, tokenizer: Tokenizer) -> CallFamily:
             return FAMILIES["kimi"]
         if "<function=" in text:
             return FAMILIES["qwen-coder"]
+        if KEY in text:
+            return FAMILIES["glm"]
         if START in text:
             return FAMILIES["hermes"]
         if "[TOOL_CALLS]" in text:

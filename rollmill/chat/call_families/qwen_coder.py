@@ -18,6 +18,7 @@ from rollmill.chat.tokenizer import Tokenizer
 
 _FUNCTION = "<function="
 _START = "<tool_call>"
+_VALUE_END = "\n</parameter>\n"
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
@@ -42,13 +43,11 @@ class QwenCoderCalls(CallFamily):
         choices, rules = [], []
         for number, tool in enumerate(tools):
             schema, name = arguments_of(tool), tool["function"]["name"]
-            required = schema.get("required")
-            required = required if isinstance(required, list) else []
             parts = []
             for place, key in enumerate(properties_of(tools)[name]):
                 part = f"{text_rule(f'<parameter={key}>' + chr(10))} value{number}_{place}"
-                parts.append(part if key in required else f"({part})?")
-                rules.append(_value_rules(f"value{number}_{place}", key, schema))
+                parts.append(part if key in required_of(schema) else f"({part})?")
+                rules.append(value_rules(f"value{number}_{place}", key, schema, text_rule(_VALUE_END)))
             head, tail = text_rule(f"\n{_FUNCTION}{name}>\n"), text_rule("</function>\n")
             choices.append(f"call{number}")
             rules.append(f"call{number}: {start} {head} {' '.join(parts)} {tail} {end}\n")
@@ -62,33 +61,41 @@ def _parse(body: str, tools: Sequence[Tool]) -> Call:
     if not closed or not ended or left:
         return name.strip() if closed else "invalid", f"{_FUNCTION}{body}"
     schemas = properties_of(tools).get(name.strip(), {})
-    return name.strip(), to_json({key: _typed(value, schemas.get(key)) for key, value in _PARAMETER.findall(inner)})
+    return name.strip(), to_json({key: typed(value, schemas.get(key)) for key, value in _PARAMETER.findall(inner)})
 
 
 def _write(name: str, arguments: str) -> str:
+    lines = (f"<parameter={key}>\n{text}{_VALUE_END}" for key, text in written_values(arguments))
+    return f"{_START}\n{_FUNCTION}{name}>\n{''.join(lines)}</function>\n</tool_call>"
+
+
+def written_values(arguments: str) -> list[tuple[str, str]]:
+    """Names and values as they are written between tags."""
     try:
         values = read_json(arguments)
     except ValueError:
         values = None
     if not isinstance(values, dict):
         values = {"arguments": arguments}
-    lines = [
-        f"<parameter={key}>\n{value if isinstance(value, str) else to_json(value)}\n</parameter>\n"
-        for key, value in values.items()
-    ]
-    return f"{_START}\n{_FUNCTION}{name}>\n{''.join(lines)}</function>\n</tool_call>"
+    return [(key, value if isinstance(value, str) else to_json(value)) for key, value in values.items()]
 
 
-def _value_rules(name: str, key: str, schema: Mapping[str, Any]) -> str:
-    """Rules for a value and the end of its parameter: text of any kind, or JSON as the schema says."""
+def required_of(schema: Mapping[str, Any]) -> list[Any]:
+    required = schema.get("required")
+    return required if isinstance(required, list) else []
+
+
+def value_rules(name: str, key: str, schema: Mapping[str, Any], end: str) -> str:
+    """Rules for a value and its `end`: text of any kind, or JSON as the schema says."""
     own = schema["properties"][key]
-    kind, end = _kind(own), text_rule("\n</parameter>\n")
+    kind = _kind(own)
     listed = own.get("enum") if isinstance(own, Mapping) else None
     choices = [choice for choice in listed if isinstance(choice, str)] if isinstance(listed, list) else []
     if "string" in kind and choices:
         return f"{name}: ({' | '.join(map(text_rule, choices))}) {end}\n"
     if "string" in kind:
-        return f"{name}[suffix={end}]: /(?s:.*)/\n"
+        # a special token ends it by itself
+        return f"{name}: /(?s:.*)/ {end}\n" if end.startswith("<[") else f"{name}[suffix={end}]: /(?s:.*)/\n"
     if kind == "boolean":  # as Jinja writes them, and as JSON
         return f'{name}: ("True" | "False" | "true" | "false") {end}\n'
     shared = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
@@ -101,7 +108,7 @@ def _kind(schema: Any) -> Any:
     return kind if isinstance(kind, str | list) else "string"
 
 
-def _typed(text: str, schema: Any) -> Any:
+def typed(text: str, schema: Any) -> Any:
     if "string" in _kind(schema):
         return text
     try:

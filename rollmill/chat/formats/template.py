@@ -190,7 +190,7 @@ class TemplateFormat(ChatFormat):
         before = self._write(history, tools, now)
         tools = tools if self._tools_in_prompt else ()
         written = self.writer.write_answer(history, message, tools, now, sampled, before)
-        return None if written is None else self._closed(written)
+        return None if written is None else self._closed(written, message)
 
     def _encode_behind(self, prompt: str, written: str) -> list[int]:
         """Tokens of an answer behind its prompt. A tokenizer may put a blank before text that follows a special token,
@@ -202,10 +202,11 @@ class TemplateFormat(ChatFormat):
             return both[len(before) :]
         return self._tokenizer.encode_marked(written, after=self._closing)  # the tokenizer would merge the two
 
-    def _closed(self, written: str) -> str:
+    def _closed(self, written: str, message: Message) -> str:
         """The text up to its first closing token, which is added if it is missing."""
         found = [(written.find(mark(token)), token) for token in self.stop_tokens if mark(token) in written]
-        at, token = min(found, default=(len(written), self._closing))
+        own = self.family.closing_tokens(self._tokenizer) if message_calls(message) else []
+        at, token = min(found, default=(len(written), next(iter(own), self._closing)))
         return written[:at] + mark(token)
 
     def _with_reasoning(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> str:
@@ -218,7 +219,7 @@ class TemplateFormat(ChatFormat):
         if thinking is not None and thinking.opened:
             reasoning = NONCHARACTERS.sub("\ufffd", message.get("reasoning_content") or "")
             written = f"{reasoning}\n{self.writer.spelling.marked(thinking.end)}\n\n{written}"
-        return self._closed(written)
+        return self._closed(written, message)
 
 
 @contextlib.contextmanager

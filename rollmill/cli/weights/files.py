@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 QUANTISED_FORMS = ("fp8", "nvfp4")  # the forms of models.quantize, which needs torch
 SCALE = "adapter_scale"  # a tensor that versions with an adapter have (models.adapters, which needs torch)
+Adapter = Annotated[
+    bool, typer.Option("--adapter", help="write the adapter alone, as PEFT's files; otherwise it is merged")
+]
 
 
 def export(
@@ -41,9 +44,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="replace what is in DIR")] = False,
     line: LineOfNumber = None,
     form: Form = None,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="write the adapter alone, as PEFT's files; otherwise it is merged")
-    ] = False,
+    adapter: Adapter = False,
     token: Token = None,
 ) -> None:
     """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. Completely, or not at all.
@@ -52,6 +53,49 @@ def export(
 
         rollmill weights export runs/demo rl@7 out
     """
+    _export(where, version, directory, f"is in {directory}", line, form, token, force=force, adapter=adapter)
+
+
+def push(
+    where: Where,
+    version: Which,
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="the model on the hub; made if there is none")],
+    revision: Annotated[str | None, typer.Option("--revision", help="the branch; the default is main")] = None,
+    public: Annotated[bool, typer.Option("--public", help="a new repository can be read by everybody")] = False,
+    line: LineOfNumber = None,
+    form: Form = None,
+    adapter: Adapter = False,
+    token: Token = None,
+) -> None:
+    """Write a version to a Hugging Face hub, as `export` writes it: a commit of a model that others can load.
+
+    HF_TOKEN holds the token that may write there. HF_ENDPOINT names another hub. For example:
+
+        rollmill weights push runs/demo rl@7 acme/agent
+    """
+    from rollmill.storage import hub
+
+    if hub.Repository.parse(name) is None:
+        raise ConfigError(f"{name!r} is no name of a model on a hub", hint="OWNER/NAME")
+    with tempfile.TemporaryDirectory(prefix="rollmill-push-") as folder:
+        directory = Path(folder) / "export"
+        wanted = _export(where, version, directory, f"goes to {name}", line, form, token, adapter=adapter)
+        url = hub.push(directory, name, private=not public, revision=revision, message=str(wanted))
+    display.console().print(display.safe(url))
+
+
+def _export(
+    where: str,
+    version: str,
+    directory: Path,
+    goes: str,
+    line: str | None,
+    form: str | None,
+    token: str | None,
+    *,
+    adapter: bool,
+    force: bool = False,
+) -> Version:
     from rollmill.cli.weights import version_figures as figures
     from rollmill.weights.files.companions import companions_of
     from rollmill.weights.files.exchange import export_directory
@@ -63,7 +107,8 @@ def export(
     with display.progress(display.errors()) as bars:
         loaded = figures.load(bars, place.store, manifest)
         if adapter:
-            return _write_adapter(directory, companions, loaded, wanted, force)
+            _write_adapter(directory, companions, loaded, wanted, goes, force)
+            return wanted
         with _as_checkpoint(companions, loaded, manifest.policy) as (tensors, policy):
             size = sum(tensor.data.size for tensor in tensors.values())
             task = bars.add_task("writing and checking", total=2 * size)
@@ -76,16 +121,17 @@ def export(
                 advance=lambda count: bars.advance(task, count),
             )
     out = display.console()
-    out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, is in {directory}"))
+    out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, {goes}"))
     out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
     if note:
         out.print(f"  {note}", style="yellow")
     if "config.json" not in companions:
         out.print("  no config.json: the store does not know the model's architecture", style="yellow")
+    return wanted
 
 
 def _write_adapter(
-    directory: Path, companions: Mapping[str, bytes], tensors: Tensors, version: Version, force: bool
+    directory: Path, companions: Mapping[str, bytes], tensors: Tensors, version: Version, goes: str, force: bool
 ) -> None:
     from rollmill.models.huggingface.peft import adapter_files  # torch
     from rollmill.weights.files.checkpoint_directory import write_directory
@@ -98,7 +144,7 @@ def _write_adapter(
         )
     files = write_directory(directory, (), adapter_files(layout, tensors), force=force)
     out = display.console()
-    out.print(display.safe(f"the adapter of {version} is in {directory}"))
+    out.print(display.safe(f"the adapter of {version} {goes}"))
     out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ from rollmill.config import Config, explain_problems
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.task_splits import Splits, TaskFileConfig
 from rollmill.errors import TaskError
+from rollmill.storage.hub import local_path
+from rollmill.storage.parquet import PARQUET, json_lines
 
 MAX_LINE = 1 << 26  # bytes
 _MAX_PROBLEM = 1000  # characters
@@ -23,7 +26,7 @@ Parsed = tuple[Task, str | None]  # a task, and the split that it names itself
 
 def read_jsonl(config: TaskFileConfig, parse: Callable[[bytes], Parsed]) -> tuple[list[Task], list[str]]:
     """The tasks of a file and its problems."""
-    path = Path(config.path)
+    path = Path(local_path(config.path))
     with open_lines(path) as file:
         lines = lines_of(file)
         return collect(config, ((f"{path}:{number}", partial(_parse, parse, line)) for number, _, line in lines))
@@ -71,8 +74,17 @@ def validate(model: type[R], data: bytes | str) -> R:
 
 
 def open_lines(path: Path) -> BinaryIO:
+    """The lines of a JSONL file; those of a Parquet file are written to a file without a name."""
     try:
-        return path.open("rb")
+        if path.suffix != PARQUET:
+            return path.open("rb")
+        path.open("rb").close()
+        lines = tempfile.TemporaryFile()  # noqa: SIM115
+        lines.writelines(json_lines(str(path)))
+        lines.seek(0)
+        return lines
+    except ValueError as error:
+        raise TaskError(f"the task file {path} is no whole Parquet file: {error}", hint="load it again") from None
     except OSError as error:
         hint = "`path` in [tasks] is relative to the directory of the configuration"
         raise TaskError(f"the task file {path} cannot be read: {error.strerror}", hint=hint) from None

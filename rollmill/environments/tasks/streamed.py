@@ -25,6 +25,7 @@ from rollmill.environments.tasks.listed import TRAIN, FiniteTasks, digest
 from rollmill.environments.tasks.task_splits import Splits, TaskFileConfig
 from rollmill.environments.train_index import TrainIndex
 from rollmill.errors import TaskError
+from rollmill.storage.hub import local_path
 
 CHECKED = 10_000
 
@@ -48,7 +49,7 @@ class StreamedTasks(FiniteTasks):
     def __init__(
         self, config: TaskFileConfig, parse: Callable[[bytes], Parsed], glance: Callable[[bytes], Head]
     ) -> None:
-        self._path, self._parse = Path(config.path), parse
+        self._path, self._parse = Path(local_path(config.path)), parse
         self._file = open_lines(self._path)  # stays open: a file that is replaced can be read on
         weakref.finalize(self, self._file.close)
         found = _Pass(Splits(config))

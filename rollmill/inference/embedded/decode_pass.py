@@ -25,12 +25,12 @@ from rollmill.models.moe import MLP, Routing
 
 
 def fits(model: Decoder) -> bool:
-    """Whether `decode_pass` computes this model: grouped-query attention, heads of a power of two."""
+    """Whether `decode_pass` computes this model: grouped-query attention, heads of a power of two, all rotated."""
     config = model.config
     half = config.head_dim // 2
     shapes = half >= 16 and half & (half - 1) == 0 and config.value_dim == config.head_dim
     plain = all(cast(Layer, layer)._score_scale == 1.0 for layer in model.layers)
-    return config.latent is None and shapes and plain
+    return config.latent is None and shapes and plain and not config.unrotated_layers
 
 
 class _Step(NamedTuple):

@@ -1,6 +1,6 @@
 """Reads a checkpoint's config.json as a ModelConfig. No torch: run configurations are read without it.
 
-What our decoder cannot do (sliding windows, partial rotation, other activations …) is refused by name. A model that is
+What our decoder cannot do (sliding windows, other activations …) is refused by name. A model that is
 computed almost right is worse than none.
 """
 
@@ -38,6 +38,7 @@ class Layout:
     model: ModelConfig
     interleaved: bool = False  # rotated rows are stored as pairs (0, 1), (2, 3) …; ours are (0, D/2) …
     unused_layers: int = 0  # extra layers at the end that predict further tokens; they are not read
+    prefix: str = ""  # of the names of all tensors; without it are parts that are not read, such as one for images
 
 
 def config_from_huggingface(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -46,7 +47,7 @@ def config_from_huggingface(config: Mapping[str, Any], source: str = "config.jso
 
 def read_layout(config: Mapping[str, Any], source: str = "config.json") -> Layout:
     """Raises ConfigError for an architecture, an option or a value that our decoder does not have."""
-    fields = _Fields(config, source)
+    fields = _Fields(text_config(config), source)
     architecture = _architecture(fields)
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.refuse("hidden_act", "the MLP is SwiGLU, with silu")
@@ -56,16 +57,28 @@ def read_layout(config: Mapping[str, Any], source: str = "config.json") -> Layou
     if any(kind != "full_attention" for kind in fields.items("layer_types", str)):
         raise fields.refuse("layer_types", "every layer attends to the whole context")
     tree = {**_common(fields), **_ARCHITECTURES[architecture](fields)}
-    tree["rope_theta"], tree["rope_scaling"] = _rope(fields, latent="latent" in tree)
+    latent = "latent" in tree
+    # latent attention says in another way which part of a head is rotated
+    tree["rope_theta"], tree["rope_scaling"] = _rope(fields, latent=latent, partial=latent or "rotated_dim" in tree)
     if tree.get("experts") and tree["experts_per_token"] == 1 and tree["gate_normalised"]:
         raise fields.refuse("num_experts_per_tok", "with one expert and norm_topk_prob the gate is always 1")
-    latent = "latent" in tree
     return Layout(
         architecture,
         validate_config(ModelConfig, tree, source),
         interleaved=latent and bool(fields.get("rope_interleave", True)),
-        unused_layers=fields.integer("num_nextn_predict_layers", 0) if latent else 0,
+        unused_layers=fields.integer("num_nextn_predict_layers", 0),
+        prefix=_WITH_IMAGES.get(config.get("model_type", ""), ""),
     )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model, as one of a model without images would."""
+    inner = config.get("text_config")
+    if config.get("model_type") not in _WITH_IMAGES or not isinstance(inner, Mapping):
+        return config
+    outer = {key: config[key] for key in ("quantization_config", "tie_word_embeddings", "dtype") if key in config}
+    named = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return {**inner, **outer, **named}
 
 
 class _Fields:
@@ -146,6 +159,15 @@ def _llama(fields: _Fields) -> dict[str, Any]:
     return {"qkv_bias": bias, "output_bias": bias}
 
 
+def _smollm3(fields: _Fields) -> dict[str, Any]:
+    layers, every = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.items("no_rope_layers", int) or [(layer + 1) % max(every, 1) for layer in range(layers)]
+    return {
+        **_llama(fields),
+        "unrotated_layers": [layer for layer in range(layers) if layer < len(rotated) and not rotated[layer]],
+    }
+
+
 def _qwen2(fields: _Fields) -> dict[str, Any]:
     return {"qkv_bias": True}
 
@@ -183,11 +205,8 @@ def _mixtral(fields: _Fields) -> dict[str, Any]:
 
 
 def _deepseek(fields: _Fields) -> dict[str, Any]:
-    for option, expected in {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid"}.items():
-        if fields.get(option, expected) != expected:
-            raise fields.refuse(option)
-    if fields.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise fields.refuse("topk_method", "experts are chosen by score and bias (noaux_tc)")
+    if fields.flag("attention_bias", False):
+        raise fields.refuse("attention_bias")
     plain, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     q_rank = fields.get("q_lora_rank", None)
     return {
@@ -200,6 +219,31 @@ def _deepseek(fields: _Fields) -> dict[str, Any]:
             "rope_dim": rope,
             "value_dim": fields.integer("v_head_dim"),
         },
+        **_sigmoid_experts(fields),
+    }
+
+
+def _glm4_moe(fields: _Fields) -> dict[str, Any]:
+    width, heads = fields.integer("hidden_size"), max(fields.integer("num_attention_heads"), 1)
+    head = fields.integer("head_dim", width // heads)
+    factors = (fields, _Fields(fields.get("rope_parameters", {}), fields.source))
+    factor = next(
+        (each.number("partial_rotary_factor") for each in factors if each.get("partial_rotary_factor", 0)), 0.5
+    )
+    return {
+        "qkv_bias": fields.flag("attention_bias", False),
+        "qk_norm": fields.flag("use_qk_norm", False),
+        "rotated_dim": int(head * factor),
+        **_sigmoid_experts(fields),
+    }
+
+
+def _sigmoid_experts(fields: _Fields) -> dict[str, Any]:
+    """DeepSeek's mixture: chosen by score and bias, with experts that every token passes through."""
+    for option, expected in {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if fields.get(option, expected) != expected:
+            raise fields.refuse(option, "experts are chosen by score and bias, in every layer after the dense ones")
+    return {
         "experts": fields.integer("n_routed_experts", fields.integer("num_local_experts", 0)),
         "experts_per_token": fields.integer("num_experts_per_tok"),
         "expert_width": fields.integer("moe_intermediate_size"),
@@ -214,7 +258,7 @@ def _deepseek(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _rope(fields: _Fields, *, latent: bool) -> tuple[float, dict[str, Any] | None]:
+def _rope(fields: _Fields, *, latent: bool, partial: bool) -> tuple[float, dict[str, Any] | None]:
     """Returns rope_theta and our rope_scaling. Newer files have rope_parameters; older ones rope_theta and
     rope_scaling."""
     parameters = fields.get("rope_parameters", None) or fields.get("rope_scaling", None) or {}
@@ -227,8 +271,7 @@ def _rope(fields: _Fields, *, latent: bool) -> tuple[float, dict[str, Any] | Non
             f"{fields.source}: rope type {kind!r} is not known", hint=f"known are {', '.join(_ROPE_TYPES)}"
         )
     for owner in (fields, rope):
-        # latent attention says in another way which part is rotated
-        if not latent and owner.get("partial_rotary_factor", 1.0) != 1.0:
+        if not partial and owner.get("partial_rotary_factor", 1.0) != 1.0:
             raise owner.refuse("partial_rotary_factor", "whole heads are rotated")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     context = fields.integer("max_position_embeddings")
@@ -267,18 +310,23 @@ def _yarn(rope: _Fields, original: int, context: int, *, latent: bool) -> dict[s
 
 _ARCHITECTURES: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "LlamaForCausalLM": _llama,
+    "SmolLM3ForCausalLM": _smollm3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
     "DeepseekV3ForCausalLM": _deepseek,
+    "Glm4MoeForCausalLM": _glm4_moe,
 }
+_WITH_IMAGES: Mapping[str, str] = {"kimi_k25": "language_model."}
 _MODEL_TYPES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollmill.errors import WeightsError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.huggingface.config import Layout, read_layout
+from rollmill.models.huggingface.config import Layout, read_layout, text_config
 from rollmill.models.huggingface.files import CONFIG, Files, open_files
 from rollmill.models.huggingface.layouts import OUTER, named_views
 from rollmill.weights.files.safetensors import Entry, StoredTensor
@@ -23,6 +23,8 @@ DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float1
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _QUANTISED = "F8_E4M3"
 _SCALES = "_scale_inv"  # FP8 blocks are multiplied by these
+# INT4 of compressed-tensors: eight codes in an int32, one scale for `group_size` columns, rows and columns
+_INT4 = ("_packed", "_scale", "_shape")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def open_checkpoint(directory: Path) -> HuggingFaceModel:
     files = open_files(directory)
     layout = read_layout(files.config, str(directory / CONFIG))
     _check_quantisation(files)
-    _check_size(files, layout.model)
+    _check_size(files, layout)
     expected = {each.name: tuple(each.view.shape) for each in named_views(layout, empty_state(layout.model))}
     _check_tensors(files, layout, expected)
     return HuggingFaceModel(files, layout, tuple(expected), _widest(files, expected), *parameter_counts(layout.model))
@@ -70,8 +72,8 @@ def load_tensors(state: Mapping[str, Tensor], checkpoint: HuggingFaceModel) -> N
 
 
 def saved_config(tree: Mapping[str, Any], dtype: torch.dtype, layout: Layout) -> dict[str, Any]:
-    """config.json for the saved files: not quantised, with their dtype, and without unused layers."""
-    saved = {key: value for key, value in tree.items() if key != "quantization_config"}
+    """config.json for the saved files: the text model, not quantised, with their dtype, and without unused layers."""
+    saved = {key: value for key, value in text_config(tree).items() if key != "quantization_config"}
     name = str(dtype).removeprefix("torch.")
     if saved.get("dtype", saved.get("torch_dtype")) != name:
         saved["dtype" if "dtype" in saved else "torch_dtype"] = name
@@ -90,15 +92,44 @@ def tensor_entry(name: str, dtype: torch.dtype, shape: Sequence[int], produce: C
 
 
 def read_tensor(files: Files, name: str) -> Tensor:
-    """A copy of a tensor in memory. Block-wise FP8 is converted to FP32."""
+    """A copy of a tensor in memory. Block-wise FP8 is converted to FP32, INT4 to the dtype of its scales."""
+    if name not in files.tensors:
+        return _from_int4(files, name)
     stored = files.tensors[name]
     if stored.dtype != _QUANTISED:
         return _tensor(stored, DTYPES[stored.dtype])
-    blocks = files.config["quantization_config"]["weight_block_size"]
+    blocks = _quantisation(files)["weight_block_size"]
     scales = _tensor(files.tensors[name + _SCALES], torch.float32)
     for dimension, (block, size) in enumerate(zip(blocks, stored.shape, strict=True)):
         scales = scales.repeat_interleave(block, dimension).narrow(dimension, 0, size)
     return _tensor(stored, torch.float8_e4m3fn).float().mul_(scales)
+
+
+def _from_int4(files: Files, name: str) -> Tensor:
+    packed, scale = (files.tensors[name + suffix] for suffix in _INT4[:2])
+    rows = packed.shape[0]
+    bytes_RB = torch.from_numpy(packed.data.copy()).view(torch.uint8).view(rows, -1)  # lower half first
+    codes_RC = torch.stack((bytes_RB & 15, bytes_RB >> 4), -1).flatten(1)
+    scales_RG = _tensor(scale, DTYPES[scale.dtype]).float()
+    columns = scales_RG.shape[1] * _group_size(files)
+    groups_RGC = codes_RC[:, :columns].float().sub_(8).unflatten(1, (scales_RG.shape[1], -1))
+    return groups_RGC.mul_(scales_RG.unsqueeze(-1)).flatten(1).to(DTYPES[scale.dtype])  # as its owners compute
+
+
+def _quantisation(files: Files) -> dict[str, Any]:
+    how = text_config(files.config).get("quantization_config")
+    return how if isinstance(how, dict) else {}
+
+
+def _group_size(files: Files) -> int:
+    """Columns that share a scale, if the checkpoint is INT4 as we read it; else 0."""
+    groups = _quantisation(files).get("config_groups")
+    kinds = [each.get("weights") for each in groups.values()] if isinstance(groups, dict) else []
+    if len(kinds) != 1 or not isinstance(kinds[0], dict) or _quantisation(files).get("format") != "pack-quantized":
+        return 0
+    known = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    size = kinds[0].get("group_size")
+    return size if type(size) is int and size > 0 and {key: kinds[0].get(key) for key in known} == known else 0
 
 
 def _tensor(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
@@ -108,7 +139,8 @@ def _tensor(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
 
 def _widest(files: Files, names: Iterable[str]) -> torch.dtype:
     """The widest dtype of the parameters. The gate's bias does not count: it is always FP32."""
-    parameters = [files.tensors[name].dtype for name in names if not name.endswith("e_score_correction_bias")]
+    used = [name for name in names if not name.endswith("e_score_correction_bias")]
+    parameters = [(files.tensors.get(name) or files.tensors[f"{name}_scale"]).dtype for name in used]
     present = {DTYPES[dtype] for dtype in parameters if dtype != _QUANTISED}
     if len(present) == 1:
         return present.pop()
@@ -116,22 +148,24 @@ def _widest(files: Files, names: Iterable[str]) -> torch.dtype:
 
 
 def _check_quantisation(files: Files) -> None:
-    how = files.config.get("quantization_config")
-    if how is None:
+    how = text_config(files.config).get("quantization_config")
+    if how is None or _group_size(files):
         return
     blocks = how.get("weight_block_size") if isinstance(how, dict) else None
     blockwise = isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)
     if not isinstance(how, dict) or how.get("quant_method") != "fp8" or not blockwise:
         method = how.get("quant_method") if isinstance(how, dict) else how
         raise WeightsError(
-            f"{files.directory} is quantised ({method!r}); only block-wise fp8 can be read",
+            f"{files.directory} is quantised ({method!r}); what can be read is block-wise fp8, and compressed-tensors' "
+            "symmetric INT4 in groups (pack-quantized)",
             hint="take the unquantised checkpoint of the same model",
         )
 
 
-def _check_size(files: Files, model: ModelConfig) -> None:
+def _check_size(files: Files, layout: Layout) -> None:
     """Compares config.json with the files, before anything is built with its numbers."""
-    last = f"model.layers.{model.layers - 1}.input_layernorm.weight"
+    model = layout.model
+    last = f"{layout.prefix}model.layers.{model.layers - 1}.input_layernorm.weight"
     if last not in files.tensors:
         raise _wrong(files, f"config.json says {model.layers} layers, but there is no {last}")
     if model.moe_layers * model.experts > len(files.tensors):
@@ -140,10 +174,15 @@ def _check_size(files: Files, model: ModelConfig) -> None:
 
 
 def _check_tensors(files: Files, layout: Layout, expected: Mapping[str, tuple[int, ...]]) -> None:
-    missing = sorted(expected.keys() - files.tensors.keys())
+    int4 = {name for name in expected if f"{name}_packed" in files.tensors and name not in files.tensors}
+    missing = sorted(expected.keys() - files.tensors.keys() - int4)
     if missing:
         raise _wrong(files, f"{len(missing)} tensors are missing, such as {missing[0]}")
+    for name in int4:
+        _check_int4(files, name, expected[name])
     for name, shape in expected.items():
+        if name in int4:
+            continue
         stored = files.tensors[name]
         if stored.shape != shape:
             raise _wrong(files, f"{name} has shape {list(stored.shape)}, but {list(shape)} by config.json")
@@ -158,7 +197,7 @@ def _check_tensors(files: Files, layout: Layout, expected: Mapping[str, tuple[in
 
 def _check_scales(files: Files, name: str) -> None:
     scales, stored = files.tensors.get(name + _SCALES), files.tensors[name]
-    blocks = (files.config.get("quantization_config") or {}).get("weight_block_size")
+    blocks = _quantisation(files).get("weight_block_size")
     if scales is None or blocks is None:
         raise _wrong(files, f"{name} is fp8, but its scales ({name}{_SCALES}) or quantization_config are missing")
     expected = tuple(-(-size // block) for size, block in zip(stored.shape, blocks, strict=False))
@@ -168,18 +207,32 @@ def _check_scales(files: Files, name: str) -> None:
         )
 
 
+def _check_int4(files: Files, name: str, shape: tuple[int, ...]) -> None:
+    group = _group_size(files)
+    if not group or len(shape) != 2 or shape[1] % group:
+        raise _wrong(files, f"{name} is packed, but quantization_config has no group size that fits {list(shape)}")
+    sizes = (("I32",), (shape[0], -(-shape[1] // 8))), (tuple(DTYPES), (shape[0], shape[1] // group))
+    for suffix, (dtypes, expected) in zip(_INT4, sizes, strict=False):
+        stored = files.tensors.get(name + suffix)
+        if stored is None or stored.dtype not in dtypes or stored.shape != expected:
+            found = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
+            raise _wrong(files, f"{name}{suffix} is {found}, but {dtypes[0]} {list(expected)} by config.json")
+
+
 def _may_ignore(name: str, files: Files, layout: Layout) -> bool:
     """Whether a tensor is not needed: scales of a weight, constants, unused layers, a head equal to a tied
     embedding."""
     if name.endswith(_SCALES):
         return files.tensors.get(name.removesuffix(_SCALES), files.tensors[name]).dtype == _QUANTISED
-    if name.endswith("rotary_emb.inv_freq"):
+    if name.endswith(_INT4) and f"{name.rpartition('_')[0]}_packed" in files.tensors:
         return True
-    if name == OUTER["head"]:
-        embedding = files.tensors[OUTER["embedding"]]
+    if name.endswith("rotary_emb.inv_freq") or not name.startswith(layout.prefix):
+        return True
+    if name == layout.prefix + OUTER["head"]:
+        embedding = files.tensors[layout.prefix + OUTER["embedding"]]
         return files.tensors[name].shape == embedding.shape and bool((files.tensors[name].data == embedding.data).all())
-    first = layout.model.layers
-    return any(name.startswith(f"model.layers.{first + more}.") for more in range(layout.unused_layers))
+    first, layers = layout.model.layers, f"{layout.prefix}model.layers."
+    return any(name.startswith(f"{layers}{first + more}.") for more in range(layout.unused_layers))
 
 
 def _wrong(files: Files, what: str) -> WeightsError:

@@ -59,6 +59,7 @@ RENAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mlp.down": ("block_sparse_moe.experts.{expert}.w2.weight",),
     }
 }
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -69,18 +70,22 @@ class NamedView(NamedTuple):
     view: Tensor
     order: Tensor | None = None  # our row i is their row order[i]; None: the same order
 
+    def theirs(self) -> Tensor:
+        """With rows in the checkpoint's order: the view itself, or a copy."""
+        return self.view if self.order is None else self.view.index_select(0, self.order.argsort())
+
 
 def named_views(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[NamedView]:
     """Every tensor of a checkpoint of this layout, as views of `state`, the state_dict of a decoder of its shape."""
     renamed = RENAMED.get(layout.architecture, {})
     for ours, tensor in state.items():
         if ours in OUTER:
-            yield NamedView(OUTER[ours], tensor)
+            yield NamedView(layout.prefix + OUTER[ours], tensor)
             continue
         match = _IN_LAYER.fullmatch(ours)
         assert match is not None, ours
         number, inner = int(match[1]), match[2]
-        prefix = f"model.layers.{number}."
+        prefix = f"{layout.prefix}model.layers.{number}."
         if inner in EXPERTS and layout.model.is_mixture(number):
             names = renamed.get(inner, EXPERTS[inner])
             for expert, matrix in enumerate(tensor.unbind()):
@@ -88,9 +93,8 @@ def named_views(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[NamedVi
                     yield NamedView(prefix + name.format(expert=expert), view)
         else:
             names = renamed.get(inner, LAYER[inner]) if layout.model.is_mixture(number) else LAYER[inner]
-            order = _row_order(inner, layout.model) if layout.interleaved else None
             for name, view in zip(names, tensor.split(_rows(inner, tensor, names, layout.model)), strict=True):
-                yield NamedView(prefix + name, view, order)
+                yield NamedView(prefix + name, view, _row_order(inner, name, len(view), layout))
 
 
 def halves_order(blocks: int, kept: int, rotated: int) -> Tensor:
@@ -109,10 +113,20 @@ def _rows(inner: str, tensor: Tensor, names: Sequence[str], config: ModelConfig)
     return [tensor.shape[0] // len(names)] * len(names)
 
 
-def _row_order(inner: str, config: ModelConfig) -> Tensor | None:
-    latent = config.latent
-    if latent is not None and inner in ("latent.q", "latent.q_up"):
+def _row_order(inner: str, name: str, rows: int, layout: Layout) -> Tensor | None:
+    config, latent = layout.model, layout.model.latent
+    if layout.interleaved and latent is not None and inner in ("latent.q", "latent.q_up"):
         return halves_order(config.heads, latent.plain_dim, latent.rope_dim)
-    if latent is not None and inner == "latent.kv_down":
+    if layout.interleaved and latent is not None and inner == "latent.kv_down":
         return halves_order(1, latent.kv_rank, latent.rope_dim)
+    if config.rotated_dim is not None and name.startswith(_ROTATED):
+        return _partial_order(rows // config.head_dim, config.head_dim, config.rotated_dim)
     return None
+
+
+def _partial_order(blocks: int, dim: int, rotated: int) -> Tensor:
+    """The row order from heads whose first `rotated` rows are pairs (i, i + rotated/2) to pairs (i, i + dim/2), of
+    which the first ones are rotated."""
+    turning, still = (rows.view(2, -1) for rows in torch.arange(dim).split((rotated, dim - rotated)))
+    block = torch.cat((turning, still), dim=1).flatten()
+    return (torch.arange(blocks).unsqueeze(1) * dim + block).flatten()

@@ -53,4 +53,4 @@ def _matrices(layout: Layout, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
             module = f"base_model.model.{each.name.removesuffix('.weight')}"
             own = a if a.dim() == 2 else a[number * len(a) // len(views)].t()
             yield f"{module}.lora_A.weight", own.clone(memory_format=torch.contiguous_format)
-            yield f"{module}.lora_B.weight", each.view.clone(memory_format=torch.contiguous_format)
+            yield f"{module}.lora_B.weight", each.theirs().clone(memory_format=torch.contiguous_format)

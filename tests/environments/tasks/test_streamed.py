@@ -21,6 +21,7 @@ from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.mixed import MixedTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
+from tests.hub import Hub, running_hub
 
 
 def write(path: Path, count: int, **more: object) -> TaskFileConfig:
@@ -50,6 +51,29 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 
 def in_memory(config: TaskFileConfig) -> ListedTasks:
     return ListedTasks(*read_jsonl(config, lambda line: jsonl.validate(jsonl.TaskEntry, line).task()))
+
+
+def test_tasks_from_parquet_are_those_from_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a file, and from a dataset of a small hub on loopback (tests/hub.py)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    config = write(tmp_path / "a.jsonl", 300, files={"a.py": "x"}, grading={"kind": "calls", "cases": [[["1"], ["2"]]]})
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    rows = [{**row, "timeout_s": None if n else 2.5} for n, row in enumerate(rows)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[::-1]), tmp_path / "a.parquet")
+    expected = [JsonlTasks(config).get(f"t{n}") for n in range(300)]
+    found = JsonlTasks(TaskFileConfig(path=str(tmp_path / "a.parquet")))
+    assert [found.get(f"t{n}") for n in range(300)] == expected and not found.problems
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with running_hub(Hub({"datasets/acme/tasks": {"a.parquet": (tmp_path / "a.parquet").read_bytes()}})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        found = JsonlTasks(TaskFileConfig(path="hf://datasets/acme/tasks/a.parquet"))
+    assert [found.get(f"t{n}") for n in range(300)] == expected
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    with pytest.raises(TaskError, match=r"b\.parquet is no whole Parquet file"):
+        JsonlTasks(TaskFileConfig(path=str(tmp_path / "b.parquet")))
 
 
 def test_the_choices_are_those_of_tasks_in_memory(tmp_path: Path, parsed: list[bytes]) -> None:

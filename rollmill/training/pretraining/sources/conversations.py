@@ -44,7 +44,8 @@ _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, FreeJson])
 
 class ConversationSettings(Config):
     path: LocalPath = Field(
-        description="A JSONL file, a directory of them or a glob such as `chats/*.jsonl`; `.gz` and `.zst` too."
+        description="A JSONL file, a directory of them or a glob such as `chats/*.jsonl`; "
+        "`.gz`, `.zst` and `.parquet` too. Or hf://datasets/OWNER/NAME@COMMIT/GLOB."
     )
 
 

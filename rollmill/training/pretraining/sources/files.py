@@ -27,6 +27,7 @@ import blake3
 import numpy as np
 
 from rollmill.errors import ConfigError, TrainingError
+from rollmill.storage.hub import local_path
 from rollmill.training.pretraining.source import Documents
 from rollmill.training.pretraining.sources.unpack import DamagedFile, is_packed, unpack
 
@@ -90,10 +91,12 @@ _CHANGED = "a run reads its files until it ends: restore them, or start a run wi
 
 
 def list_files(pattern: str) -> list[str]:
-    """The files that a path means: itself, all files below a directory, or the matches of a glob. Sorted.
+    """The files that a path means: itself, all files below a directory, or the matches of a glob. Sorted. Those of a
+    dataset of a hub are loaded first.
 
     Names that begin with a dot are left out, unless the path itself names them.
     """
+    pattern = local_path(pattern)
     if os.path.isfile(pattern):
         return [pattern]
     if os.path.isdir(pattern):

@@ -26,7 +26,8 @@ from rollmill.training.pretraining.sources.text import TextDocuments, TextSettin
 
 class JsonlSettings(TextSettings):
     path: LocalPath = Field(
-        description="A JSONL file, a directory of them or a glob such as `corpus/*.jsonl`; `.gz` and `.zst` too."
+        description="A JSONL file, a directory of them or a glob such as `corpus/*.jsonl`; "
+        "`.gz`, `.zst` and `.parquet` too. Or hf://datasets/OWNER/NAME@COMMIT/GLOB."
     )
     field: str = Field("text", min_length=1, description="The field of each line that holds the text.")
 

@@ -1,4 +1,5 @@
-"""Compressed files of a source, `.gz` and `.zst`. They are unpacked once, beside the index, to be read in any order.
+"""Compressed files of a source, `.gz`, `.zst` and `.parquet`. They are unpacked once, beside the index, to be read in
+any order: Parquet as JSONL.
 
 They are read in small pieces, so memory does not grow with them. The disk must hold the unpacked files as long as the
 run goes on.
@@ -15,6 +16,7 @@ from pathlib import Path
 import zstandard
 
 from rollmill.errors import TrainingError
+from rollmill.storage.parquet import PARQUET, json_lines
 
 _PIECE = 1 << 20  # bytes of gzip's output
 _ZSTD_PIECE = 1 << 12  # bytes of input: one of zstd's blocks makes at most 128 KiB of four bytes
@@ -25,12 +27,13 @@ class DamagedFile(Exception):
 
 
 def is_packed(path: str) -> bool:
-    return path.lower().endswith((".gz", ".zst"))
+    return path.lower().endswith((".gz", ".zst", PARQUET))
 
 
 def unpack(path: str, target: Path) -> None:
     """Unpack a file. Damaged if it is cut short or no such file."""
-    pieces = _gzip(path) if path.lower().endswith(".gz") else _zstd(path)
+    lower = path.lower()
+    pieces = _gzip(path) if lower.endswith(".gz") else json_lines(path) if lower.endswith(PARQUET) else _zstd(path)
     try:
         out = target.open("wb", buffering=0)
     except OSError as error:
@@ -46,7 +49,7 @@ def unpack(path: str, target: Path) -> None:
 def _sound(pieces: Iterator[bytes]) -> Iterator[bytes]:
     try:
         yield from pieces
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:  # ValueError: no Parquet
         raise DamagedFile(getattr(error, "strerror", None) or str(error)) from None
 
 

@@ -11,12 +11,13 @@ import pytest
 import zstandard
 
 from rollmill.config import LocalPath
-from rollmill.errors import TrainingError
-from rollmill.training.pretraining.source import SourceContext
+from rollmill.errors import StorageError, TrainingError
+from rollmill.training.pretraining.source import Document, SourceContext
 from rollmill.training.pretraining.sources.conversations import Conversations, ConversationSettings
 from rollmill.training.pretraining.sources.jsonl import Jsonl, JsonlSettings
 from rollmill.training.pretraining.sources.text import Text, TextFileSettings
 from rollmill.training.pretraining.sources.unpack import unpack
+from tests.hub import Hub, running_hub
 
 Context = Callable[..., SourceContext]
 TEXTS = [f"def f{number}(a):\n" * (1 + 20 * (number == 3)) for number in range(9)]
@@ -63,6 +64,54 @@ def test_text_and_conversations_may_be_compressed_too(tmp_path: Path, context: C
     (tmp_path / "b.jsonl.ZST").write_bytes(pack(line, "zst"))
     own = SourceContext(**{**vars(context()), "directory": tmp_path / "other"})
     assert Conversations(ConversationSettings(path=LocalPath(tmp_path / "b.*"))).documents(own).count == 1
+
+
+def test_parquet_gives_the_documents_of_jsonl(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file, and from a dataset of a small hub on loopback (tests/hub.py); what is loaded is used without it."""
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answers = [{"content": "b"}, {"content": None, "tool_calls": [call]}]
+    rows = [
+        {
+            "text": text,
+            "n": None,
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", **answers[n % 2]}],
+        }
+        for n, text in enumerate(TEXTS)
+    ]
+    (tmp_path / "rows.jsonl").write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode())
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=4)
+
+    def read(path: str, make: Callable[[LocalPath], Jsonl | Conversations], place: str) -> list[Document]:
+        own = SourceContext(**{**vars(context()), "directory": tmp_path / place})
+        documents = make(LocalPath(path)).documents(own)
+        assert not documents.problems
+        return [documents.read(number, 0) for number in range(documents.count)]
+
+    for kind, make in {
+        "text": lambda path: Jsonl(JsonlSettings(path=path)),
+        "chats": lambda path: Conversations(ConversationSettings(path=path)),
+    }.items():
+        expected = read(str(tmp_path / "rows.jsonl"), make, f"{kind}1")
+        assert read(str(tmp_path / "rows.parquet"), make, f"{kind}2") == expected and len(expected) >= len(TEXTS)
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-9])
+    documents = jsonl(tmp_path / "cut.parquet").documents(context())
+    assert documents.skipped == {"cannot be unpacked": 1}
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with running_hub(Hub({"datasets/acme/texts": {"data/a.parquet": (tmp_path / "rows.parquet").read_bytes()}})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        path = f"hf://datasets/acme/texts@{hub.commit('datasets/acme/texts')}/data/*.parquet"
+        assert read(path, make, "hub") == expected
+        with pytest.raises(StorageError, match=r"acme/texts has no file 'b\.parquet'"):
+            read("hf://datasets/acme/texts/b.parquet", make, "none")
+        with pytest.raises(StorageError, match="has no dataset acme/none"):
+            read("hf://datasets/acme/none", make, "none")
+    assert read(path, make, "hub") == expected
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])

