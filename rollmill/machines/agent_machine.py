@@ -64,6 +64,9 @@ class AgentMachineConfig(Config):
         description="Names that commands may reach through a proxy: NAME, NAME:PORT or *.NAME; no port: 80 and 443. "
         "It holds for all machines of the run, those that grade too. Empty: no network at all.",
     )
+    egress_inside: bool = Field(
+        False, description="These names may lead to addresses of a private network, such as a mirror of packages."
+    )
     egress_log: str | None = Field(
         None, description="File that gets one line of JSON per request through the proxy. Not set: the process's log."
     )
@@ -107,7 +110,8 @@ class AgentMachine(FramedMachine):
         if not config.egress:
             return
         listener, port = await self.listen()
-        self._egress = Egress(listener, config.egress, config.egress_log, self._name)
+        inside = config.egress_inside
+        self._egress = Egress(listener, config.egress, config.egress_log, self._name, inside=inside)
         await self._egress.start()
         names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
         self.environment = {**dict.fromkeys(names, f"http://127.0.0.1:{port}"), "no_proxy": "127.0.0.1,localhost"}

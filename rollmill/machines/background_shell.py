@@ -1,4 +1,4 @@
-"""A machine as Harbor uses it: commands whose background processes live on, and files anywhere.
+"""A machine as a container is used: commands whose background processes live on, and files anywhere.
 
 Commands of a machine end with everything they started. Harbor's agents start servers and terminal multiplexers with
 one command, and use them with the next. So one process, the keeper, is started in the machine and runs the commands:
@@ -50,8 +50,8 @@ class Done(NamedTuple):
     exit_code: int
 
 
-class HarborShell:
-    """`cwd` is where commands begin."""
+class BackgroundShell:
+    """Commands of one machine. `cwd` is where they begin."""
 
     def __init__(self, machine: Machine, cwd: str) -> None:
         self.machine = machine
@@ -66,13 +66,22 @@ class HarborShell:
         await self._run(["sh", "-c", f"until [ -e {_PLACE}/ready ]; do sleep 0.02; done"])
 
     async def exec(
-        self, command: str, cwd: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        stdin: bytes = b"",
     ) -> Done:
         """TimeoutError: it took longer, and it and its session have been ended. MachineError: the machine has ended."""
         keeper = await self._running_keeper()
         number = str(next(self._numbers))
         variables = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]
-        lines = [*variables, f"cd {shlex.quote(cwd or self._cwd)} || exit 126", command]
+        lines = [*variables, f"cd {shlex.quote(cwd or self._cwd)} || exit 126"]
+        if stdin:
+            await self.machine.write(f"{_PLACE}/{number}.in", stdin)
+            lines += [f"exec < {_PLACE}/{number}.in"]
+        lines += [command]
         script = "\n".join([*lines, ""]).encode("utf-8", "replace")
         slowdown = self.machine.capabilities.slowdown
         try:
@@ -84,6 +93,9 @@ class HarborShell:
             raise
 
     async def _running_keeper(self) -> Process:
+        async with self._starting:
+            if self._keeper is None:
+                await self.start()
         keeper = self._keeper
         assert keeper is not None
         if (await keeper.state()).exit_code is not None:
