@@ -56,7 +56,8 @@ class AgentMachineConfig(Config):
     image_store: str | None = Field(
         None,
         description="Directory or URL of an object store with images, written by `rollmill images push`. An image that "
-        "is not on this host is fetched from it when its first machine starts.",
+        "is not on this host is fetched from it when its first machine starts. OCI images of a registry, and those "
+        "that a task builds, are written to it by the first host that needs one; the others fetch it from there.",
     )
     image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
     egress: list[Annotated[str, Field(pattern=ENTRY)]] = Field(
