@@ -14,6 +14,7 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.rewards.harbor import HarborReward
 from rollmill.environments.task import Needs
 from rollmill.environments.task_machine import create_machine
+from rollmill.environments.tasks.benchmark_folder import without_canary
 from rollmill.environments.tasks.harbor import HarborConfig, HarborTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
@@ -335,6 +336,12 @@ async def test_the_reward_file_decides(
     assert (reward.value, reward.parts) == (value, parts), reward
     if value == 0.0:
         assert "no_reward" in reward.evidence
+
+
+def test_a_canary_is_no_part_of_an_instruction_that_speaks_of_one() -> None:
+    asked = "Write `canary test` to /app/canary.txt."
+    for above in ("", "<!-- harbor-canary 1 -->\n", "# BENCHMARK DATA SHOULD NEVER APPEAR\n# canary GUID 1\n\n"):
+        assert without_canary(f"{above}{asked}\n") == asked
 
 
 MALFORMED = {
