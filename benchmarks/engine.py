@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from benchmarks.output import at_least, finish
-from benchmarks.train_step_models import LLAMA_1B, MIXTURE, SMOLLM2, all_parameters, draw_, has, transformers_model
+from benchmarks.train_step_models import LLAMA_1B, MIXTURE, SMOLLM2, draw_, has, transformers_model
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig
-from rollmill.models.counts import cache_numbers
+from rollmill.models.counts import all_parameters, cache_numbers
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
 from rollmill.models.host_tensors import load_host, to_host

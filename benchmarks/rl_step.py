@@ -1,12 +1,13 @@
 """An RL step of 10,000 tokens while an engine decodes on the same device: how long the trainer needs for it.
 
-    python -m benchmarks.rl_step [--quick] [--numerics fast]
+    python -m benchmarks.rl_step [--quick] [--numerics fast] [--size llama-8b] [--adapter RANK]
 
-The model has SmolLM2-135M's shape and random weights; without CUDA it is small, and so is the step. A step is what the
-trainer does between two groups of rollouts: it packs sequences of 64 to 600 tokens (other lengths every time), computes
-the policy gradient and its figures, updates, and exports the weights. A thread publishes them while the next step runs,
-as in a run; if it is late, the step waits for it. A process of its own serves the versions: it follows the line and
-always decodes 64 requests. Rewards are SYNTHETIC: random advantages for random tokens.
+The model has SmolLM2-135M's shape, or that of `--size`, and random weights; without CUDA it is small, and so is the
+step. With `--adapter` only an adapter is trained, beside weights that stay as they are. A step is what the trainer does
+between two groups of rollouts: it packs sequences of 64 to 600 tokens (other lengths every time), computes the policy
+gradient and its figures, updates, and exports the weights. A thread publishes them while the next step runs, as in a
+run; if it is late, the step waits for it. A process of its own serves the versions: it follows the line and always
+decodes 64 requests. Rewards are SYNTHETIC: random advantages for random tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import torch
 
 from benchmarks.output import at_most, finish
 from benchmarks.swap import SMALL, child, decode_always
-from benchmarks.train_step_models import SMOLLM2, draw_
+from benchmarks.train_step_models import LLAMA_1B, LLAMA_8B, SMOLLM2, draw_
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.follower import EngineFollower
-from rollmill.models.config import ModelConfig
+from rollmill.models.config import Adapter, ModelConfig, with_adapter
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
+from rollmill.models.host_tensors import round_to_form_
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
@@ -49,6 +51,7 @@ from rollmill.weights.reading.weight_store import WeightStore
 BATCH = 64 if torch.cuda.is_available() else 4
 WARM = 4 if torch.cuda.is_available() else 1  # steps before those that count
 Numerics = Literal["fast", "exact"]
+SIZES = {"smollm2": SMOLLM2, "llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B | {"layers": 32}}
 
 
 def serve(directory: Path, config: ModelConfig, device: Device, numerics: Numerics, questions: Connection) -> None:
@@ -86,6 +89,7 @@ class Trainer:
         with torch.device(device):
             self._model = Decoder(config, torch.bfloat16 if device == "cuda" else torch.float32)
         draw_(self._model, 1)
+        round_to_form_(self._model.parameters())
         if numerics == "exact":
             self._model.compute_exactly()
         settings = fitted(TrainingConfig(snapshot_every=1000), config, torch.device(device))
@@ -152,9 +156,12 @@ def _steps(trainer: Trainer, tokens: int, vocabulary: int, count: int, seed: int
     return found
 
 
-def measure(device: Device, numerics: Numerics, quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def measure(
+    device: Device, numerics: Numerics, quick: bool, size: str, rank: int | None
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     small = device == "cpu"
-    config = ModelConfig.model_validate(SMALL if small else SMOLLM2)
+    config = ModelConfig.model_validate(SMALL if small else SIZES[size])
+    config = with_adapter(config, None if rank is None else Adapter(rank=rank, alpha=2.0 * rank))
     tokens, steps = (200, 3) if small else (10_000, 10 if quick else 30)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -175,7 +182,8 @@ def measure(device: Device, numerics: Numerics, quick: bool) -> tuple[dict[str, 
             figures |= {"engine_tokens_s": (after - before) / seconds, "engine_version": version}
             trainer.wait()
     figures["version"] = trainer.number - 1
-    bars = {} if small else {"decoding_step_s": at_most(figures["decoding_step_s"], 0.15)}
+    figures["trained_tokens_s"] = tokens / figures["alone_step_s"]
+    bars = {} if small or size != "smollm2" else {"decoding_step_s": at_most(figures["decoding_step_s"], 0.15)}
     return figures, bars
 
 
@@ -193,9 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--numerics", choices=("fast", "exact"), default="exact")
+    parser.add_argument("--size", choices=tuple(SIZES), default="smollm2", help="whose shape the model has")
+    parser.add_argument("--adapter", type=int, metavar="RANK", help="train an adapter beside frozen weights")
     options = parser.parse_args()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    figures, bars = measure(device, options.numerics, options.quick)
+    figures, bars = measure(device, options.numerics, options.quick, options.size, options.adapter)
     for name, value in figures.items():
         print(f"{name:32} {value:12.4g}")
     finish("rl_step", figures, bars)

@@ -2,16 +2,16 @@
 
     python -m benchmarks.train_step [--quick] [--only SHAPE …] [--ours] [--plain]
 
-Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a
-mixture of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights; then on 16k tokens the shapes
-of Llama-3.2-1B, 8 layers of Llama-3-8B and 6 layers of Qwen3-30B-A3B. Whether "ours" keeps its MLPs follows from the
-GPU's memory, as in a run. All sides have the same
-weights and tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm. Their first losses
-must agree. Only rows that say "same bits" are deterministic (a run is unless training.deterministic is off). "ragged":
-the same tokens in sequences of all lengths, as in a run. "fp8" and "nvfp4": weights and activations in that form.
-Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations per token and active parameter.
-The floor is the least time an H200 could take by operations and by bytes. Without a CUDA device a tiny version runs on
-the CPU, uncompiled and without bars.
+Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a mixture
+of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights; then on 16k tokens the shapes of
+Llama-3.2-1B, 8 layers of Llama-3-8B and 6 layers of Qwen3-30B-A3B. Whether "ours" keeps its MLPs follows from the GPU's
+memory, as in a run. All sides have the same weights and tokens, compute in bf16 with FP32 masters and moments, and
+scale gradients by their norm. Their first losses must agree. `--adapter RANK` trains adapters beside whole models,
+Llama-3.2-1B, Llama-3-8B and Qwen3-30B-A3B; the peer is then PEFT. Only rows that say "same bits" are deterministic (a
+run is unless training.deterministic is off). "ragged": the same tokens in sequences of all lengths, as in a run. "fp8"
+and "nvfp4": weights and activations in that form. Compilation and warm-up are not timed. Shares are of 790 TFLOP/s,
+counting 6 operations per token and active parameter. The floor is the least time an H200 could take by operations and
+by bytes. Without a CUDA device a tiny version runs on the CPU, uncompiled and without bars.
 
 Of transformers' implementations of experts the grouped product is used. The batched one gathers the weights per token,
 which does not fit into memory at this size. The loop over experts breaks the compiled graph.
@@ -46,6 +46,7 @@ LR = 1e-4
 CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)
 LOSS_TOLERANCE = 1e-2  # of a loss of about 11: activations are rounded in other places, which changes a few experts
 SIZES = {"llama-1b": (1.2, 0.85), "llama-8b": (1.15, 0.85), "qwen3-30b": (1.8, None)}  # speedup, share of memory
+ADAPTERS = {"llama-8b": 12_500, "qwen3-30b": 12_000}  # tokens/s
 Step = Callable[[], float]
 
 
@@ -124,9 +125,9 @@ def model_of(shape: models.Shape, device: str, form: str = "bf16") -> Decoder:
     generator = torch.Generator(device).manual_seed(0)
     with torch.device(device), torch.no_grad():
         model = Decoder(shape.model, torch.bfloat16 if device == "cuda" else torch.float32, form)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_adapter.b"):
+                parameter.fill_(1.0 if parameter.ndim == 1 else 0.0)
             else:
                 fan_in = parameter.shape[-2] if parameter.ndim == 3 else parameter.shape[-1]
                 parameter.normal_(std=fan_in**-0.5, generator=generator)
@@ -192,11 +193,20 @@ def _moved(part: MicroBatch, device: str) -> MicroBatch:
     return replace(part, **{name: getattr(part, name).to(device) for name in names})
 
 
-def theirs(shape: models.Shape, device: str, *, liger: bool = False, compile: Literal["all", "layers"] = "all") -> Step:
+def theirs(
+    shape: models.Shape,
+    device: str,
+    *,
+    liger: bool = False,
+    compile: Literal["all", "layers"] = "all",
+    recompute: bool = False,
+) -> Step:
     batch = batch_of(shape)
     tokens, targets = (torch.from_numpy(array).to(device) for array in batch)
     how = compile if device == "cuda" else None
-    step = models.transformers_step(model_of(shape, device), tokens, targets, CONFIG, liger=liger, compile=how)
+    step = models.transformers_step(
+        model_of(shape, device), tokens, targets, CONFIG, liger=liger, compile=how, recompute=recompute
+    )
     return lambda: float(step(LR))
 
 
@@ -223,6 +233,15 @@ def sides(shape: models.Shape, device: str, *, peers: bool, variants: bool) -> d
         # last: with its head compiled it has broken the device's context, and with it everything after
         found["liger, layers compiled"] = lambda: theirs(shape, device, liger=True, compile="layers")
         found["liger, compiled"] = lambda: theirs(shape, device, liger=True)
+    return found
+
+
+def adapter_sides(shape: models.Shape, device: str, *, peers: bool) -> dict[str, Callable[[], Step]]:
+    found = {"ours": lambda: ours(shape, device, shape.tokens)}
+    found["ours, layers recomputed"] = lambda: ours(shape, device, shape.tokens, recompute_every=1)
+    if peers and models.has("peft") and not shape.model.experts:  # PEFT has none for experts in one tensor
+        found["peft"] = lambda: theirs(shape, device)
+        found["peft, recomputed"] = lambda: theirs(shape, device, recompute=True)
     return found
 
 
@@ -270,6 +289,8 @@ def figures_of(shape: models.Shape, results: dict[str, Result]) -> dict[str, flo
 
 def bars_of(shape: models.Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
     """Compares with the sides that ran. A bar about another side is left out."""
+    if shape.model.adapter is not None:
+        return _adapter_bars(shape, results)
     if shape.name in SIZES:
         return _size_bars(shape, results)
     mine = results["ours" if shape.model.experts else "ours, MLPs remade"]
@@ -308,6 +329,17 @@ def _size_bars(shape: models.Shape, results: dict[str, Result]) -> dict[str, dic
     return bars
 
 
+def _adapter_bars(shape: models.Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
+    runs = [result for name, result in results.items() if not result.error and name.startswith("ours")]
+    fastest = min((result.median for result in runs), default=None)
+    if fastest is None:
+        return {}
+    key = f"{shape.name.replace('-', '_')}_adapter"
+    bars = {f"{key}_tokens_s": at_least(shape.tokens / fastest, ADAPTERS[shape.name])} if shape.name in ADAPTERS else {}
+    peers = [result.median for name, result in results.items() if not result.error and name.startswith("peft")]
+    return bars | ({f"{key}_speedup_peft": at_least(min(peers) / fastest, 1.0)} if peers else {})
+
+
 def check_losses(results: dict[str, Result]) -> None:
     """For sides that have the same sequences and weights."""
     others = {name for name in results if any(word in name for word in ("ragged", "fp8", "nvfp4"))}
@@ -322,18 +354,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats; without a device under a minute")
     parser.add_argument("--only", nargs="+", metavar="SHAPE", help="dense, mixture, llama-1b, llama-8b, qwen3-30b")
     parser.add_argument("--form", help="also ours in this form, if the other variants are left out")
+    parser.add_argument("--adapter", type=int, metavar="RANK", help="instead: adapters beside whole models, and PEFT's")
     parser.add_argument("--ours", action="store_true", help="leave out the peers")
     parser.add_argument("--plain", action="store_true", help="leave out our own variants")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     figures: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
-    for shape in models.shapes(device):
+    for shape in models.adapter_shapes(device, options.adapter) if options.adapter else models.shapes(device):
         if options.only is not None and shape.name not in options.only:
             continue
         print_heading(shape)
         results = {}
-        made = sides(shape, device, peers=not options.ours, variants=not options.plain)
+        if options.adapter:
+            made = adapter_sides(shape, device, peers=not options.ours)
+        else:
+            made = sides(shape, device, peers=not options.ours, variants=not options.plain)
         if options.form:
             made[f"ours, {options.form}"] = functools.partial(ours, shape, device, shape.tokens, form=options.form)
         for name, make in made.items():

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.config import ModelConfig
-from rollmill.models.counts import active_parameters, all_parameters
+from rollmill.models.config import Adapter, ModelConfig, with_adapter
+from rollmill.models.counts import active_parameters, trained_parameters
 from rollmill.models.decoder import Decoder
 from rollmill.training.config import OptimizerConfig
 
@@ -75,18 +75,31 @@ def shapes(device: str) -> list[Shape]:
     ]
 
 
+def adapter_shapes(device: str, rank: int) -> list[Shape]:
+    """Whole models beside which adapters are trained."""
+    adapter = Adapter(rank=rank, alpha=2.0 * rank)
+    sizes = {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B | {"layers": 32}, "qwen3-30b": QWEN3_30B | {"layers": 48}}
+    if device == "cpu":
+        dense = SMOLLM2 | TINY | {"mlp_width": 128}
+        sizes = {"dense": dense, "mixture": MIXTURE | TINY | {"expert_width": 32, "experts": 8, "experts_per_token": 2}}
+    length, sequences = (2048, 8) if device == "cuda" else (64, 8)
+    models = {name: with_adapter(ModelConfig.model_validate(size), adapter) for name, size in sizes.items()}
+    return [Shape(name, model, length, sequences) for name, model in models.items()]
+
+
 def step_operations(shape: Shape) -> tuple[float, float]:
-    """Operations of forward and backward: (of parameters: 6 per token and active parameter, of causal attention)."""
+    """Operations of forward and backward: (of parameters: 6 per token and active parameter, 4 beside an adapter; of
+    causal attention)."""
     model = shape.model
     attention = 6 * model.layers * model.heads * model.head_dim * shape.length  # half of the scores are masked
-    return 6.0 * active_parameters(model) * shape.tokens, float(attention) * shape.tokens
+    return (4.0 if model.adapter else 6.0) * active_parameters(model) * shape.tokens, float(attention) * shape.tokens
 
 
 def step_bytes(shape: Shape) -> float:
     """Weights read twice, gradients written and read, optimizer state read and written. Per layer the activations that
     must be kept (inputs of both halves, q k v, attended, gate and up), written and read again."""
     model = shape.model
-    optimizer = all_parameters(model) * (2 * 2 + 2 * 2 + 3 * 4 * 2 + 2)
+    optimizer = trained_parameters(model) * (2 * 2 + 2 * 2 + 3 * 4 * 2 + 2)
     rows = (3 * model.heads + 2 * model.kv_heads) * model.head_dim - model.heads * model.head_dim
     inner = 2 * (model.expert_width * model.experts_per_token if model.experts else model.mlp_width)
     kept = model.layers * (2 * model.width + rows + inner) * 2
@@ -120,7 +133,7 @@ class MasterAdamW:
     """Torch's fused AdamW on FP32 copies of a bf16 model's parameters."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        self._parameters = list(model.parameters())
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = [parameter.detach().float().clone() for parameter in self._parameters]
         self._longest = config.max_grad_norm
         fused = self._masters[0].is_cuda
@@ -151,17 +164,28 @@ def transformers_step(
     liger: bool,
     compile: Literal["all", "layers"] | None,
     experts: str = "grouped_mm",
+    recompute: bool = False,
 ) -> Callable[[float], Tensor]:
     """Returns a function that does one step at a learning rate and returns the loss, on the device. `compile` selects
-    the whole model, or only its layers; then the head and its loss run uncompiled."""
+    the whole model, or only its layers; then the head and its loss run uncompiled. If ours has an adapter, theirs is
+    PEFT's."""
     model = transformers_model(ours, experts)
+    adapter, head = ours.config.adapter, model
+    if adapter is not None:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=adapter.rank, lora_alpha=int(adapter.alpha), target_modules="all-linear")
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     if liger:
-        _patch(model)
+        _patch(head)
     model.train()
+    if recompute:
+        head.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
     optimizer = MasterAdamW(model, config)
     if compile:
         torch._logging.set_logs(all=logging.ERROR)  # liger's kernels log thousands of lines
-        part: Any = model.model if compile == "layers" else model
+        part: Any = head.model if compile == "layers" else model
         part.compile()
 
     def step(lr: float) -> Tensor:
@@ -219,7 +243,7 @@ def _copy_weights(ours: Decoder, theirs: nn.Module) -> None:
     if ours.head is not None:
         names["lm_head.weight"] = ours.head
     for number, layer in enumerate(ours.layers):
-        own: dict[str, Tensor] = dict(layer.named_parameters())
+        own: dict[str, Tensor] = {name: each for name, each in layer.named_parameters() if "_adapter" not in name}
         prefix = f"model.layers.{number}."
         rows = layer.qkv_rows  # type: ignore[operator, union-attr]
         for name, part in zip("qkv", own["qkv"].split(rows), strict=True):

@@ -69,6 +69,32 @@ class LatentAttention(Config):
     value_dim: int = Field(gt=0, description="Width of each head's values.")
 
 
+AdapterTarget = Literal["attention", "mlp", "experts"]
+
+
+class Adapter(Config):
+    """LoRA: two small matrices are trained beside each chosen matrix of the layers, and all else stays as it is."""
+
+    rank: int = Field(
+        default=16,
+        ge=8,
+        multiple_of=8,
+        description="Width between the two matrices. Larger can learn more, and takes more memory and time.",
+    )
+    alpha: float = Field(
+        default=32.0, gt=0, description="What the adapter adds counts alpha / rank times, as in other trainers."
+    )
+    targets: tuple[AdapterTarget, ...] = Field(
+        ("attention", "mlp", "experts"),
+        min_length=1,
+        description="Which matrices get an adapter: those of `attention`, of the `mlp` of dense layers, of `experts`.",
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class ModelConfig(Config):
     """One decoder, dense (`experts = 0`) or mixture of experts. The defaults are the demo's 0.95M parameters."""
 
@@ -163,6 +189,15 @@ class ModelConfig(Config):
             raise ValueError("latent attention has neither qkv_bias nor qk_norm")
         return self
 
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained beside the weights, which then stay as they are; see `AdaptedModel`."""
+        return None
+
+    def adapts(self, target: AdapterTarget) -> Adapter | None:
+        """The adapter of these matrices, if they have one."""
+        return self.adapter if self.adapter is not None and target in self.adapter.targets else None
+
     def is_mixture(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers and layer not in self.dense_also
 
@@ -180,6 +215,29 @@ class ModelConfig(Config):
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.value_dim
+
+
+class AdaptedModel(ModelConfig):
+    """A model as a stage with `[stages.training.adapter]` trains it, and as engines serve it then."""
+
+    own_adapter: Adapter
+
+    @property
+    def adapter(self) -> Adapter:
+        return self.own_adapter
+
+
+def with_adapter(model: ModelConfig, adapter: Adapter | None) -> ModelConfig:
+    """The model with this adapter, or without one. Raises ValueError for matrices that it has none for."""
+    plain = {name: getattr(model, name) for name in ModelConfig.model_fields}
+    if adapter is None:
+        return ModelConfig(**plain)
+    if model.latent is not None and "attention" in adapter.targets:
+        raise ValueError("latent attention has no adapters: leave 'attention' out of adapter.targets")
+    there = {"attention": True, "mlp": model.moe_layers < model.layers, "experts": model.moe_layers > 0}
+    if not any(there[target] for target in adapter.targets):
+        raise ValueError(f"the model has no {' or '.join(adapter.targets)}, so there is nothing to adapt")
+    return AdaptedModel(**plain, own_adapter=adapter)
 
 
 def with_context(model: ModelConfig, context: int, made_for: int) -> ModelConfig:

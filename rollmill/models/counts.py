@@ -12,6 +12,24 @@ def all_parameters(model: ModelConfig) -> int:
     return model.vocab_size * model.width + layers + model.width + head
 
 
+def adapter_parameters(model: ModelConfig) -> int:
+    """Weights of the model's adapter; 0 without one."""
+    if model.adapter is None:
+        return 0
+    heads, width = (model.heads + 2 * model.kv_heads) * model.head_dim, model.width
+    mixtures = model.moe_layers
+    sizes = {  # inputs and outputs of the matrices
+        "attention": model.layers * (width + heads + model.heads * model.value_dim + width),
+        "mlp": (model.layers - mixtures) * (2 * width + 3 * model.mlp_width),
+        "experts": mixtures * model.experts * (2 * width + 3 * model.expert_width),
+    }
+    return model.adapter.rank * sum(sizes[target] for target in model.adapter.targets)
+
+
+def trained_parameters(model: ModelConfig) -> int:
+    return adapter_parameters(model) or all_parameters(model)
+
+
 def active_parameters(model: ModelConfig) -> int:
     """Weights that one token is multiplied with: of the experts only the chosen ones, with the head, without the
     embedding."""

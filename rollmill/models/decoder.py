@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import ConfigError, TrainingError
+from rollmill.models.adapters import SCALE, LowRank, adapted, add_adapted, is_adapter
 from rollmill.models.attention import Attend
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.exact import fixes_order
 from rollmill.models.kernels.forms import linear
-from rollmill.models.kernels.fused import DenseMLP, add_linear, add_mlp, norm_fork, norm_linear, rotate_heads
+from rollmill.models.kernels.fused import DenseMLP, add_mlp, norm_fork, norm_linear, rotate_heads
 from rollmill.models.kernels.grouped import groups
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
@@ -60,11 +61,14 @@ class Layer(nn.Module):
             self.k_norm = empty(config.head_dim) if config.qk_norm else None
         self.output = empty(config.width, config.heads * config.value_dim)
         self.output_bias = empty(config.width) if config.output_bias else None
+        adapter = config.adapts("attention")
+        self.qkv_adapter = None if adapter is None else LowRank(rows, config.width, adapter, dtype)
+        self.output_adapter = None if adapter is None else LowRank(config.width, self.output.shape[1], adapter, dtype)
         self.mlp_norm = empty(config.width)
         self.mlp: nn.Module = (
             MixtureOfExperts(config, config.mixtures_before(index), dtype, form)
             if config.is_mixture(index)
-            else MLP(config.width, config.mlp_width, dtype, form)
+            else MLP(config.width, config.mlp_width, dtype, form, config.adapts("mlp"))
         )
 
     @property
@@ -77,14 +81,17 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Routing | None]:
         """`remakes`: see models.kernels.fused."""
         attended, copy_NW = self._attend(x_NW, angles, attend)
-        if isinstance(self.mlp, MLP):
+        if isinstance(self.mlp, MLP) and self.output_adapter is None and self.mlp.down_adapter is None:
             mlp = DenseMLP(self.output, self.output_bias, self.mlp_norm, self.mlp.gate_up, self.mlp.down)
             out_NW = add_mlp(
                 copy_NW, x_NW, attended, mlp, self._eps, remakes=remakes, form=self._form, exact=self.exact
             )
             return out_NW, None
-        x_NW = add_linear(copy_NW, attended, self.output, self.output_bias, self._form, self.exact)
-        normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps, copy=False)
+        output = (self.output, self.output_bias, self.output_adapter)
+        x_NW = add_adapted(copy_NW, attended, *output, self._form, self.exact)
+        normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps, copy=isinstance(self.mlp, MLP))
+        if isinstance(self.mlp, MLP):
+            return self.mlp.add_to(x_NW, normal_NW), None
         return self.mlp(normal_NW, x_NW, replay)
 
     def _attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
@@ -93,7 +100,11 @@ class Layer(nn.Module):
             normal_NW, copy_NW = norm_fork(x_NW, self.attention_norm, self._eps)
             return self.latent(normal_NW, angles, self._index, attend, self._score_scale), copy_NW
         weights = (self.attention_norm, self._eps, self.qkv, self.qkv_bias)
-        qkv, copy_NW = norm_linear(x_NW, *weights, self._form, self.exact)
+        if self.qkv_adapter is None:
+            qkv, copy_NW = norm_linear(x_NW, *weights, self._form, self.exact)
+        else:
+            normal_NW, copy_NW = norm_fork(x_NW, self.attention_norm, self._eps)
+            qkv = adapted(normal_NW, self.qkv, self.qkv_bias, self.qkv_adapter, self._form, self.exact)
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, (self._heads, self._kv_heads, self._dim), norms, self._eps)
         if self._score_scale != 1.0:
@@ -118,6 +129,10 @@ class Decoder(nn.Module):
         self.head = (
             None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
         )
+        if config.adapter is not None:
+            self.register_buffer(SCALE, torch.tensor(config.adapter.scale))
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
         self.register_buffer("_cos", None, persistent=False)
         self.register_buffer("_sin", None, persistent=False)
         self.make_angles()
@@ -153,11 +168,20 @@ class Decoder(nn.Module):
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)]
         return self.embedding.is_cuda and all(groups(self.embedding, each.gate_up, each.down) for each in mixtures)
 
-    @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draws random weights: the same for the same seed on every machine."""
-        flat = {name: parameter.view(-1) for name, parameter in self.named_parameters()}
-        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        """Draws random weights: the same for the same seed on every machine, with or without adapters."""
+        self._draw([name for name, _ in self.named_parameters() if not is_adapter(name)], seed)
+        self.begin_adapters(seed)
+
+    def begin_adapters(self, seed: int) -> None:
+        """Draws random adapters, which change nothing yet."""
+        self._draw([name for name, _ in self.named_parameters() if is_adapter(name)], seed)
+
+    @torch.no_grad()
+    def _draw(self, names: Collection[str], seed: int) -> None:
+        parameters = dict(self.named_parameters())
+        flat = {name: parameters[name].view(-1) for name in names}
+        shapes = {name: parameters[name].shape for name in names}
         for name, first, values in initial_values(shapes, self.config.layers, seed):
             flat[name][first : first + len(values)].copy_(values)
 
@@ -218,8 +242,8 @@ def initial_values(shapes: Mapping[str, Sequence[int]], layers: int, seed: int) 
         # torch draws sixteen numbers at once, and differently if there are fewer, so no part has fewer
         starts = range(0, max(total - 15, 1), DRAWN_ELEMENTS)
         for first, stop in itertools.pairwise((*starts, total)):
-            if len(shape) == 1:
-                yield name, first, torch.full((stop - first,), 0.0 if name.endswith("bias") else 1.0)
+            if len(shape) == 1 or name.endswith("_adapter.b"):
+                yield name, first, torch.full((stop - first,), 1.0 if name.endswith("norm") else 0.0)
                 continue
             fan_in = shape[-2] if len(shape) == 3 else shape[-1]  # experts are [in, out]
             deviation = fan_in**-0.5 * (residual if name.endswith(("output", "down")) else 1.0)

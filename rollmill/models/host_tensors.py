@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
+from rollmill.models.adapters import is_adapter
 from rollmill.models.kernels.forms import is_quantised
+from rollmill.models.merging import adapter_of, merged, without_adapter
 from rollmill.models.quantize import (
     CODES,
     check_layout,
@@ -51,14 +53,23 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
 
 @torch.no_grad()
 def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
-    """Copies host bytes into the parameters, only those in `changed` if given. No parameter changes unless all fit."""
+    """Copies host bytes into the parameters, only those in `changed` if given. No parameter changes unless all fit.
+
+    Of weights with another adapter than the model's, what it adds goes into the weights, and the model's own adds
+    nothing yet.
+    """
+    state, anew = model.state_dict(), []
+    if adapter_of(state) != adapter_of(tensors):
+        tensors, changed, anew = merged(tensors), None, [state[name] for name in state if is_adapter(name)]
+        state = {name: state[name] for name in without_adapter(state)}
     if any(tensor.dtype in CODES for tensor in tensors.values()):
-        dequantise_into(model, tensors, changed)
-        return
-    state = model.state_dict()
-    check_layout(state, tensors)
-    for name in state if changed is None else changed:
-        _copy(state[name], tensors[name])
+        dequantise_into(state, tensors, changed)
+    else:
+        check_layout(state, tensors)
+        for name in state if changed is None else changed:
+            _copy(state[name], tensors[name])
+    for tensor in anew:
+        tensor.zero_()
 
 
 def layout_in(state: Mapping[str, Tensor], form: str) -> Layout:

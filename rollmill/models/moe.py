@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.config import ModelConfig
+from rollmill.models.adapters import ExpertsLowRank, LowRank, adapted, adapted_experts, adapted_rows
+from rollmill.models.config import Adapter, ModelConfig
 from rollmill.models.kernels.elementwise import swiglu
 from rollmill.models.kernels.forms import linear
 from rollmill.models.kernels.fused import fp32_linear
 from rollmill.models.kernels.grouped import experts, groups
 from rollmill.models.kernels.routing import choose_experts, gate_weights, score
-from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
+from rollmill.models.kernels.rows import combine_rows, dispatch_rows
 from rollmill.models.replay import plausible_routes
 from rollmill.models.triton import has_triton
 
@@ -142,6 +143,9 @@ class MixtureOfExperts(nn.Module):
         # time transposing the right side
         self.gate_up = nn.Parameter(torch.empty(config.experts, width, 2 * inner, dtype=dtype))
         self.down = nn.Parameter(torch.empty(config.experts, inner, width, dtype=dtype))
+        adapter, count = config.adapts("experts"), config.experts
+        self.gate_up_adapter = None if adapter is None else ExpertsLowRank(count, width, 2 * inner, adapter, dtype)
+        self.down_adapter = None if adapter is None else ExpertsLowRank(count, inner, width, adapter, dtype)
         self.shared = MLP(width, config.shared_experts * inner, dtype, form) if config.shared_experts else None
 
     def forward(self, x_NW: Tensor, skip_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
@@ -155,13 +159,17 @@ class MixtureOfExperts(nn.Module):
         self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor, skip_NW: Tensor | None = None
     ) -> Tensor:
         """Sends each token through its chosen experts, sums the weighted outputs in top-k order, and adds `skip`."""
+        up, down = self.gate_up_adapter, self.down_adapter
         if len(x_NW) and groups(x_NW, self.gate_up, self.down):
+            if up is not None and down is not None:
+                matrices = (self.gate_up, up, self.down, down)
+                return adapted_experts(x_NW, weights_Nk, chosen_Nk, matrices, skip_NW, self._form)
             return experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW, self._form, self.exact)
         token_R, place_Nk = rows_by_expert(chosen_Nk)
         counts = torch.bincount(chosen_Nk.flatten(), minlength=self.gate_up.shape[0]).tolist()
         rows = dispatch_rows(x_NW, token_R, place_Nk)
-        inner = swiglu(grouped_linear(rows, self.gate_up, counts, self._form, self.exact))
-        rows = grouped_linear(inner, self.down, counts, self._form, self.exact)
+        inner = swiglu(adapted_rows(rows, self.gate_up, up, counts, self._form, self.exact))
+        rows = adapted_rows(inner, self.down, down, counts, self._form, self.exact)
         out_NW = combine_rows(rows, weights_Nk, token_R, place_Nk)
         return out_NW if skip_NW is None else skip_NW + out_NW
 
@@ -169,11 +177,22 @@ class MixtureOfExperts(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: a dense layer, or all shared experts as one wide layer."""
 
-    def __init__(self, width: int, inner: int, dtype: torch.dtype, form: str = "bf16") -> None:
+    def __init__(
+        self, width: int, inner: int, dtype: torch.dtype, form: str = "bf16", adapter: Adapter | None = None
+    ) -> None:
         super().__init__()
         self._form, self.exact = form, False
         self.gate_up = nn.Parameter(torch.empty(2 * inner, width, dtype=dtype))
         self.down = nn.Parameter(torch.empty(width, inner, dtype=dtype))
+        self.gate_up_adapter = None if adapter is None else LowRank(2 * inner, width, adapter, dtype)
+        self.down_adapter = None if adapter is None else LowRank(width, inner, adapter, dtype)
+
+    def add_to(self, skip_NW: Tensor, x_NW: Tensor) -> Tensor:
+        """`skip` + the layer's output for x: in place on CUDA, where `skip` must be a copy."""
+        if self.gate_up_adapter is None or self.down_adapter is None:
+            return skip_NW + self(x_NW)
+        gate_up = adapted(x_NW, self.gate_up, None, self.gate_up_adapter, self._form, self.exact)
+        return adapted(gate_up, self.down, None, self.down_adapter, self._form, self.exact, skip_NW, gated=True)
 
     def forward(self, x_NW: Tensor) -> Tensor:
         inner = swiglu(linear(x_NW, self.gate_up, form=self._form, exact=self.exact))

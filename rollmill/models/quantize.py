@@ -6,7 +6,7 @@
 
 Experts are stacked: each is a matrix of its own, with a leading dimension in codes and scales. In nvfp4 matrices are
 stored [out, in], because its blocks lie along the inputs; our experts are [in, out] and are transposed. Embedding,
-head, norms, router and biases stay bf16. The router's bias stays FP32.
+head, norms, router, adapters and biases stay bf16. The router's bias stays FP32.
 
 Parameters always hold the served values: dequantised, exact in bf16, and quantising them gives the same codes again. So
 a model needs no second copy of its weights, trainer and engine compute with the same values, and the digest of the
@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.kernels.quantised import fp8, nvfp4
@@ -28,7 +28,7 @@ from rollmill.weights.format.manifest import TensorEntry
 from rollmill.weights.format.tensors import HostTensor
 
 SCALE, POWER = ".scale", ".scale2"
-_KEPT_WIDE = ".router.bias"
+_KEPT_WIDE = (".router.bias", "adapter_scale")
 _DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -41,8 +41,9 @@ _PIECE = 1 << 24  # elements quantised at once: bounds the extra memory to a few
 
 
 def quantises(name: str, tensor: Tensor) -> bool:
-    """Whether a quantised form has codes for this parameter: for the matrices of the layers except the router."""
-    return name.startswith("layers.") and tensor.dim() > 1 and ".router." not in name
+    """Whether a quantised form has codes for this parameter: for the matrices of the layers except the router and
+    adapters."""
+    return name.startswith("layers.") and tensor.dim() > 1 and ".router." not in name and "_adapter." not in name
 
 
 def owner(name: str) -> str:
@@ -82,9 +83,10 @@ def placed_parts(
 
 
 @torch.no_grad()
-def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
+def dequantise_into(
+    state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None
+) -> None:
     """Copies a version into the parameters. No parameter is changed unless all tensors fit."""
-    state = model.state_dict()
     for name, parts in placed_parts(state, tensors, changed):
         state[name].copy_(dequantise(name, parts))
 

@@ -17,10 +17,17 @@ from dataclasses import dataclass
 
 from rollmill.errors import ConfigError
 from rollmill.models.config import ModelConfig
-from rollmill.models.counts import active_parameters, all_parameters, cache_numbers, quantised_parameters
+from rollmill.models.counts import (
+    active_parameters,
+    adapter_parameters,
+    all_parameters,
+    cache_numbers,
+    quantised_parameters,
+    trained_parameters,
+)
 from rollmill.runs.run import RunConfig
 from rollmill.training.config import TrainingConfig
-from rollmill.training.memory_estimate import HEAD_BYTES, STATE_BYTES, fitting_tokens, kept_bytes, recomputes_mlp
+from rollmill.training.memory_estimate import HEAD_BYTES, fitting_tokens, kept_bytes, recomputes_mlp, state_bytes
 from rollmill.training.stage import RolloutSettings, StageSection
 
 EFFICIENCY = 0.81  # of a training step: what it would take at full speed over what it takes
@@ -154,7 +161,7 @@ def region_bytes(config: RunConfig, model: ModelConfig, lr: float) -> dict[str, 
 
 def least_ranks(model: ModelConfig, gpu: Gpu) -> int:
     room = gpu.memory // 2 - HEAD_BYTES
-    return max(1, math.ceil(STATE_BYTES * all_parameters(model) / room))
+    return max(1, math.ceil(state_bytes(model) / room))
 
 
 def plan_trainer(model: ModelConfig, training: TrainingConfig, gpu: Gpu, ranks: int, length: int) -> TrainerPlan:
@@ -167,7 +174,7 @@ def plan_trainer(model: ModelConfig, training: TrainingConfig, gpu: Gpu, ranks: 
         ranks=ranks,
         least_ranks=least_ranks(model, gpu),
         tokens_per_pass=tokens,
-        state_bytes=STATE_BYTES * all_parameters(model) // ranks,
+        state_bytes=state_bytes(model) // ranks,
         kept_bytes=kept_bytes(model, recompute) * tokens,
         tokens_per_second=ranks * tokens / seconds,
     )
@@ -179,12 +186,13 @@ def pass_seconds(
     """Seconds of a step with one pass of `tokens` per rank: forward, backward and optimizer."""
     dense = model.layers - model.moe_layers
     again = 4 * dense * model.width * model.mlp_width if recompute_mlp else 0
-    products = (6 * active_parameters(model) + again) * tokens / gpu.operations
+    each = 6 if model.adapter is None else 4  # frozen weights get no gradient
+    products = (each * (active_parameters(model) + adapter_parameters(model)) + again) * tokens / gpu.operations
     attention = 6 * model.layers * model.heads * model.head_dim * length * tokens / (gpu.operations / 2)
     inner = dense * 2 * model.mlp_width
     inner += model.moe_layers * model.experts_per_token * (2 * model.expert_width + 4 * model.width)
     rows = 6 * (model.layers * 12 * model.width + inner) * tokens / gpu.traffic
-    optimizer = 30 * all_parameters(model) / ranks / gpu.traffic
+    optimizer = 30 * trained_parameters(model) / ranks / gpu.traffic
     return (products + attention + rows + optimizer) / EFFICIENCY
 
 
@@ -232,6 +240,8 @@ def decode_seconds(
 
 def delta_bytes(model: ModelConfig, form: str, lr: float) -> float:
     """Of one version as a delta. Between two recorded learning rates the ratio follows a power law."""
+    if model.adapter is not None:  # rates of adapters are larger, and nearly all of it changes
+        return 2.0 * adapter_parameters(model)
     table = MIXTURE_DELTAS if model.experts else DENSE_DELTAS
     rates = sorted(table)
     lr = min(max(lr, rates[0]), rates[-1])

@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rollmill.config import Config
+from rollmill.models.config import Adapter
 
 FORM = "bf16"  # what versions are published as unless told; the trainer computes with the values of its form
 
@@ -76,6 +77,9 @@ class OptimizerConfig(Config):
         "there. With this it also takes over the optimizer's moments: for stages that learn the same thing with the "
         "same optimizer.",
     )
+
+
+ADAPTER_LR = 10  # an adapter's usual learning rate over that of all weights: it is small and moves them together
 
 
 def lr_by_size(parameters: int, *, rollouts: bool) -> float:
@@ -173,6 +177,15 @@ class TrainingConfig(Config):
         "went too far and were taken back in part (`max_step_drift` of RL).",
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="The optimizer and its learning-rate schedule.")
+    adapter: Adapter | None = Field(
+        None, description="Train an adapter (LoRA) beside weights that stay as they are. Not set: train all weights."
+    )
+
+    @model_validator(mode="after")
+    def _adapter_on_one_rank(self) -> Self:
+        if self.adapter is not None and self.ranks > 1:
+            raise ValueError("an adapter is trained by one rank so far: leave out `ranks`, or the adapter")
+        return self
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> Self:

@@ -48,17 +48,19 @@ from torch import Tensor
 
 from rollmill import telemetry
 from rollmill.errors import TrainingError
+from rollmill.models.adapters import adds_anything
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import FORM, TrainingConfig
-from rollmill.training.lineage import form_before_import, form_held, next_line, published_since, trace_lineage
+from rollmill.training.lineage import form_before_import, next_line, published_since, trace_lineage
 from rollmill.training.memory_errors import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizers.learning_rate import learning_rate
-from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, inherited
+from rollmill.training.optimizers.master_optimizer import MasterOptimizer, Update, goes_on, inherited
 from rollmill.training.parallelism import Parallelism
+from rollmill.training.published_weights import load_frozen, load_published
 from rollmill.training.publishing.background import Background
 from rollmill.training.publishing.exporter import Exporter, Exports
 from rollmill.training.reproducible import fix_bits, on_sigterm
@@ -106,7 +108,6 @@ class Trainer(Generic[Batch]):
     ) -> None:
         """`parent`: the version of another line to start from: from the FP32 masters in its checkpoint, or without one
         from its published values. None: random weights of the seed.
-
         `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
         `form`: the form that versions are published in and computed with. `other_forms`: others that they are published
         in too (exporter.py). `exact`: forward passes give a token the engine's bits (models.kernels.exact).
@@ -192,8 +193,7 @@ class Trainer(Generic[Batch]):
         )
 
     def _is_stopping(self) -> bool:
-        # without a commit no group starts: waiting for groups would never end
-        return self._stop.is_set() or self._writing.failed()
+        return self._stop.is_set() or self._writing.failed()  # without a commit no group starts: a wait would not end
 
     def _run_step(self, batch: Batch) -> None:
         start = time.time()
@@ -207,7 +207,7 @@ class Trainer(Generic[Batch]):
         self.step += 1
         self._bad_steps = 0 if math.isfinite(update.grad_norm) and update.kept == 1 else self._bad_steps + 1
         again = self.step in self._published
-        metadata = {} if update.applied else {"unchanged": _why_unchanged(update)}
+        metadata = {} if update.applied else {"unchanged": update.why_unchanged}
         if not self._write(metadata, save=self.step % self._config.checkpoint_every == 0):
             self._fork(f"step {self.step}, run again, gave other weights than it was published with")
             return
@@ -228,9 +228,9 @@ class Trainer(Generic[Batch]):
 
         kept, why = within_bounds(self._optimizer, update.lr, move, self._objective.most_drift)
         if why is not None and self._ranks.first:
-            text = f"the update of step {self.step + 1} goes too far: {why}. {kept:.0%} of it is kept"
-            text += f"; the learning rate, {update.lr:.2g}, is most likely too large"
-            telemetry.emit("warning", step=self.step + 1, text=text)
+            text = f"the update of step {self.step + 1} goes too far: {why}. {kept:.0%} of it is kept; "
+            rate = f"the learning rate, {update.lr:.2g}, is most likely too large"
+            telemetry.emit("warning", step=self.step + 1, text=text + rate)
         return replace(update, kept=kept)
 
     def _write(self, metadata: dict[str, Any], save: bool) -> bool:
@@ -253,7 +253,8 @@ class Trainer(Generic[Batch]):
     def _write_later(self, metadata: dict[str, Any], save: bool) -> None:
         """Copy what the step made; a thread writes it. A kill leaves what it would leave if it was written at once."""
         step, exports = self.step, self._exporter.export(self._model)
-        copied = self._state(copied=True) if save and self._state_bytes() <= _MOST_COPIED else None
+        size = sum(tensor.nbytes for tensor in self._state().tensors.values())
+        copied = self._state(copied=True) if save and size <= _MOST_COPIED else None
 
         def write() -> _Publication:
             manifest = self._publish_new(step, exports, metadata)
@@ -299,8 +300,7 @@ class Trainer(Generic[Batch]):
             return
         finite = math.isfinite(update.grad_norm)
         if not finite:
-            text = f"step {self.step} changed nothing: {_why_unchanged(update)}"
-            telemetry.emit("warning", step=self.step, text=text)
+            telemetry.emit("warning", step=self.step, text=f"step {self.step} changed nothing: {update.why_unchanged}")
         if self._bad_steps >= self._config.max_bad_steps and not again:
             self._settle()
             what = "updates went too far and were taken back in part" if finite else "gradients were not finite"
@@ -360,9 +360,6 @@ class Trainer(Generic[Batch]):
         tensors = {**self._optimizer.state(), **buffers, "rng": torch.get_rng_state()}
         return Checkpoint(self.line, self.step, self._bad_steps, copies_of(tensors) if copied else tensors)
 
-    def _state_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._state().tensors.values())
-
     def _hold_versions(self) -> None:
         """Steps after a checkpoint may run again, and are then compared with their versions. So these are held until
         the run has finished; after a crash, for a day."""
@@ -421,26 +418,32 @@ class Trainer(Generic[Batch]):
             return False  # an imported checkpoint
         manifest = self._weights.manifest(parent, self._form)
         checkpoint = self._checkpoints.at(parent.line, parent.number if manifest.step is None else manifest.step)
-        if checkpoint is None:
+        if checkpoint is None or not goes_on(self._model, *checkpoint.parts()):
             return False
         state, buffers = checkpoint.parts()
+        self._load_frozen()
         self._load_buffers(buffers)
         self._optimizer = self._make_optimizer(inherited(self._model, self._config.optimizer, state))
         if self._exporter.matches(manifest, self._exporter.export(self._model)):
             return True
+        text = f"the checkpoint of {parent} holds other weights than were published: its masters are not used"
         if self._ranks.first:
-            text = f"the checkpoint of {parent} holds other weights than were published: its masters are not used"
             telemetry.emit("warning", text=text)
         return False
 
     def _start_from_version(self, parent: Version) -> None:
         """Start from published values, each moved inside its quantum, or small updates would change nothing. What an
         imported checkpoint has more precision of than the form that is served now stays as it is."""
-        form = form_held(self._weights, parent, self._form)
-        self._parallel.models.load_version(self._model, self._weights, parent, form)
+        form = load_published(self._parallel, self._model, self._weights, parent, self._form)
+        if not adds_anything(self._model):
+            self._model.begin_adapters(self._seed)
         self._optimizer = self._make_optimizer()
         coded = self._form in (form, form_before_import(self._weights, parent, form))
         self._optimizer.dither(zlib.crc32(f"{self._seed} {self.line} {parent}".encode()), coded)
+
+    def _load_frozen(self) -> None:
+        known = self._exporter.last.version if self._exporter.last else self._parent
+        load_frozen(self._parallel, self._model, self._weights, known, self._form, self._seed)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)
@@ -457,6 +460,7 @@ class Trainer(Generic[Batch]):
     def _load(self, checkpoint: Checkpoint) -> None:
         state, buffers = checkpoint.parts()
         torch.set_rng_state(checkpoint.tensors["rng"])
+        self._load_frozen()
         self._load_buffers(buffers)
         self._optimizer = self._make_optimizer(state)
         self.step = self._saved = checkpoint.step
@@ -494,7 +498,3 @@ class Trainer(Generic[Batch]):
             self._commit(manifest)
         self._lineage = trace_lineage(self._weights, self.line, self._form)
         telemetry.emit("new_line", line=self.line, parent=str(parent), step=self.step, abandons=names, reason=why)
-
-
-def _why_unchanged(update: Update) -> str:
-    return "there was nothing to learn from" if math.isfinite(update.grad_norm) else "its gradient was not finite"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollmill.models.config import ModelConfig
-from rollmill.models.counts import all_parameters
+from rollmill.models.counts import adapter_parameters, all_parameters
 from rollmill.training.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _ON_CPU = 8192
 LEAST_TOKENS, MOST_TOKENS, _STEP = 1024, 32768, 1024
-STATE_BYTES = 20  # per parameter: weight and gradient in bf16; master, moments and sum of gradients in FP32
+STATE_BYTES = 20  # per trained parameter: weight and gradient in bf16; master, moments, sum of gradients in FP32
+FROZEN_BYTES = 2  # per parameter beside an adapter
 HEAD_BYTES = 1 << 30  # the head in chunks, and one layer's gradients
 _ENOUGH_TOKENS = 8192  # per pass: with more, products are hardly faster
 
@@ -52,12 +53,23 @@ def recomputes_mlp(config: TrainingConfig, model: ModelConfig, memory: int) -> b
 
 def _room(config: TrainingConfig, model: ModelConfig, memory: int) -> int:
     """Bytes for what is kept for the backward pass."""
-    return memory // 2 - HEAD_BYTES - STATE_BYTES * all_parameters(model) // config.ranks
+    return memory // 2 - HEAD_BYTES - state_bytes(model) // config.ranks
+
+
+def state_bytes(model: ModelConfig) -> int:
+    """Weights, gradients and the optimizer's state, of all ranks together."""
+    if model.adapter is None:
+        return STATE_BYTES * all_parameters(model)
+    return STATE_BYTES * adapter_parameters(model) + FROZEN_BYTES * all_parameters(model)
 
 
 def kept_bytes(model: ModelConfig, recompute_mlp: bool) -> int:
     """Bytes per token that are kept for the backward pass on CUDA, in bf16 (models/kernels/fused.py)."""
     mixtures, elements = model.moe_layers, model.layers * _attention(model)
+    # beside an adapter, products keep their normalised input, and no MLP is computed again
+    elements += model.layers * model.width if model.adapts("attention") else 0
+    elements += (model.layers - mixtures) * model.width if model.adapter else 0
+    recompute_mlp = recompute_mlp and model.adapter is None
     elements += (model.layers - mixtures) * _dense(model, recompute_mlp) + mixtures * _mixture(model)
     return 2 * elements
 

@@ -15,7 +15,7 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import decoder_like, decoder_on, is_full
 from rollmill.models.dither import dithered
-from rollmill.models.host_tensors import load_host, round_into, to_host
+from rollmill.models.host_tensors import load_host, round_into, round_to_form_, to_host
 from rollmill.models.moe import Replay
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
@@ -26,7 +26,7 @@ from rollmill.training.parallelism import FormExport, Gather, Parallelism, Polic
 from rollmill.training.publishing.device_delta import DeviceDelta, codes_on_device
 from rollmill.training.state import read_tensors, write_whole
 from rollmill.types import Version
-from rollmill.weights.format.tensors import Tensors
+from rollmill.weights.format.tensors import HostTensor, Tensors
 from rollmill.weights.reading.weight_store import WeightStore
 from rollmill.weights.writing.encoder import DevicePayloads
 from rollmill.weights.writing.publisher import Alone
@@ -55,6 +55,8 @@ class SingleProcess:
 
     def initialise(self, model: Decoder, seed: int) -> None:
         model.initialise(seed)
+        frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+        round_to_form_(frozen, model.form)  # no optimizer serves what is beside an adapter
 
     def load_version(self, model: Decoder, store: WeightStore, version: Version, form: str) -> None:
         load_host(model, store.load(version, form))
@@ -108,11 +110,17 @@ class HostBytes:
         self._form, self._on_device = form, on_device
         self._delta: DeviceDelta | None = None  # made with the first export, if there is room for it
         self._newest: FormExport | None = None
+        self._frozen: dict[str, HostTensor] | None = None  # what no step changes, copied with the first export
 
     def export(self, model: Decoder) -> FormExport:
         state = model.state_dict()
-        payloads = self._code(state) if self._on_device else None
-        tensors = to_host(state, self._form)
+        frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+        if frozen and self._frozen is None:  # beside an adapter
+            self._frozen = to_host({name: state[name] for name in frozen}, self._form)
+        for name in frozen:
+            del state[name]
+        payloads = self._code(state) if self._on_device and not frozen else None
+        tensors = {**(self._frozen or {}), **to_host(state, self._form)}
         self._newest = FormExport(tensors, tensors, payloads)
         return self._newest
 

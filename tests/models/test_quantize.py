@@ -222,7 +222,7 @@ def test_an_engine_holds_the_values_of_the_trainer_and_exports_the_same_bytes(
         round_to_form_(trainer.named_parameters(), form)
         tensors = quantise_state(trainer.state_dict(), form)
     engine = Decoder(BIASED, dtype, form).to(device)
-    dequantise_into(engine, tensors)
+    dequantise_into(engine.state_dict(), tensors)
     for (name, ours), theirs in zip(trainer.named_parameters(), engine.parameters(), strict=True):
         assert torch.equal(ours, theirs.float().cpu()), name
     assert root_digest(describe(quantise_state(engine.state_dict(), form))) == root_digest(describe(tensors))
@@ -241,7 +241,7 @@ def test_only_what_changed_is_written(form: str) -> None:
         round_to_form_(decoder.named_parameters(), form)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tensors = quantise_state(other.state_dict(), form)
-    dequantise_into(model, tensors, ["layers.0.qkv.scale", "norm"])
+    dequantise_into(model.state_dict(), tensors, ["layers.0.qkv.scale", "norm"])
     for name, tensor in model.state_dict().items():
         expected = other.state_dict()[name] if name in ("layers.0.qkv", "norm") else before[name]
         assert torch.equal(tensor, expected), name
@@ -257,7 +257,7 @@ def test_weights_of_another_model_touch_nothing(form: str) -> None:
     extra = {**tensors, "surplus": tensors["norm"]}
     for wrong in (other, missing, extra, {**tensors, "norm": HostTensor("fp32", (6,), np.zeros(24, np.uint8))}):
         with pytest.raises(WeightsError, match="another model"):
-            dequantise_into(model, wrong)
+            dequantise_into(model.state_dict(), wrong)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -308,7 +308,7 @@ def test_versions_are_published_and_followed_bit_for_bit(form: str, goal: str, t
         manifest = publisher.publish(number, quantise_state(model.state_dict(), form))
         update = follower.poll()
         assert update is not None and update.policy == manifest.policy, follower.problem
-        dequantise_into(engine, update.tensors, update.patches)
+        dequantise_into(engine.state_dict(), update.tensors, update.patches)
         assert root_digest(describe(quantise_state(engine.state_dict(), form))) == manifest.digest
         assert all(torch.equal(a, b.float()) for a, b in zip(model.parameters(), engine.parameters(), strict=True))
         kinds.add((manifest.snapshot is not None, manifest.delta is not None, update.patches is not None))

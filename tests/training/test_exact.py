@@ -25,7 +25,8 @@ from rollmill.errors import ConfigError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
-from rollmill.models.config import ModelConfig
+from rollmill.models.adapters import trained
+from rollmill.models.config import Adapter, ModelConfig, with_adapter
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
 from rollmill.models.host_tensors import load_host, to_host
@@ -63,15 +64,34 @@ LATENT = ModelConfig(
     max_context=256,
     latent={"q_rank": 24, "kv_rank": 32, "plain_dim": 16, "rope_dim": 8, "value_dim": 12},
 )
+ADAPTED = with_adapter(MIXTURE.model_copy(update={"dense_layers": 1}), Adapter(rank=8))
 ENGINE = EngineConfig(
     max_batch=12, block_size=8, cache_tokens=2048, prefill_chunk=24, draft_tokens=4, stream_seconds=0, recompute_kv=True
 )
 SESSIONS, VERSIONS = 18, 3
 
 
+every_model = pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        pytest.param(DENSE, "bf16", id="dense"),
+        pytest.param(MIXTURE, "bf16", id="mixture"),
+        pytest.param(LATENT, "bf16", id="latent"),
+        pytest.param(DENSE, "fp8", id="dense-fp8"),
+        pytest.param(MIXTURE, "fp8", id="mixture-fp8"),
+        pytest.param(MIXTURE, "nvfp4", id="mixture-nvfp4"),
+        pytest.param(ADAPTED, "bf16", id="adapted"),
+        pytest.param(ADAPTED, "fp8", id="adapted-fp8"),
+    ],
+)
+
+
 def make_update(model: ModelConfig, number: int, form: str) -> Update:
     decoder = Decoder(model)
     decoder.initialise(number)
+    for name, parameter in trained(decoder).items():
+        if name.endswith("_adapter.b"):
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.1
     tensors = to_host(decoder.state_dict(), form)
     policy = PolicyRef("main", number, form, root_digest(describe(tensors)))
     return Update(policy, tensors, None, None, 0, {}, time.time())
@@ -198,8 +218,17 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("model", "form"),
-    [(DENSE, "bf16"), (MIXTURE, "bf16"), (LATENT, "bf16"), (DENSE, "fp8"), (MIXTURE, "fp8"), (MIXTURE, "nvfp4")],
-    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4"],
+    [
+        (DENSE, "bf16"),
+        (MIXTURE, "bf16"),
+        (LATENT, "bf16"),
+        (DENSE, "fp8"),
+        (MIXTURE, "fp8"),
+        (MIXTURE, "nvfp4"),
+        (ADAPTED, "bf16"),
+        (ADAPTED, "fp8"),
+    ],
+    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4", "adapted", "adapted-fp8"],
 )
 async def test_no_bit_differs(model: ModelConfig, form: str, two_threads: None) -> None:
     updates = [make_update(model, number, form) for number in range(VERSIONS)]
@@ -248,8 +277,17 @@ async def test_tokens_do_not_depend_on_what_else_is_decoded() -> None:
 @cuda
 @pytest.mark.parametrize(
     ("model", "form"),
-    [(DENSE, "bf16"), (MIXTURE, "bf16"), (LATENT, "bf16"), (DENSE, "fp8"), (MIXTURE, "fp8"), (MIXTURE, "nvfp4")],
-    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4"],
+    [
+        (DENSE, "bf16"),
+        (MIXTURE, "bf16"),
+        (LATENT, "bf16"),
+        (DENSE, "fp8"),
+        (MIXTURE, "fp8"),
+        (MIXTURE, "nvfp4"),
+        (ADAPTED, "bf16"),
+        (ADAPTED, "fp8"),
+    ],
+    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4", "adapted", "adapted-fp8"],
 )
 async def test_no_bit_differs_on_hopper(model: ModelConfig, form: str) -> None:
     """Large micro-batches take other kernels than small ones."""

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from rollmill import telemetry
+from rollmill.models.adapters import is_adapter
+from rollmill.models.config import Adapter, with_adapter
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import to_host
 from rollmill.training.optimizers.learning_rate import learning_rate
@@ -139,6 +142,39 @@ def test_a_gates_bias_survives_a_kill(prepared: Path, tmp_path: Path):
     served, own = killed.weights.load(Version("main", STEPS)), to_host(model.state_dict())
     assert len(names) == MODEL.moe_layers
     assert all(served[name].data.tobytes() == own[name].data.tobytes() for name in names)
+
+
+@pytest.mark.parametrize("parent", [Version("base", 0), None], ids=["of a checkpoint", "of random weights"])
+def test_an_adapter_survives_kills(parent: Version | None, prepared: Path, tmp_path: Path):
+    """No checkpoint holds what it is beside, which no step changes."""
+    adapted = with_adapter(MODEL, Adapter(rank=8, targets=("attention", "experts")))
+    base = Decoder(MODEL)
+    base.initialise(0)
+    worlds = []
+    for name, deaths in (("straight", []), ("killed", DEATHS)):
+        path = tmp_path / name
+        shutil.copytree(prepared, path)
+        world = World(path, adapted)
+        if parent is not None:
+            Publisher(world.weights, "base", "bf16").publish(0, to_host(base.state_dict()))
+        for effect in deaths:
+            assert finish(path, effect, adapted, parent) == -signal.SIGKILL, effect
+        assert finish(path, "none", adapted, parent) == 0
+        worlds.append(world)
+    straight, killed = worlds
+    assert killed.chain() == straight.chain() and len(set(dict(straight.chain()).values())) == STEPS + 1
+    first, last = (straight.weights.load(Version("main", number)) for number in (0, STEPS))
+    changed = {name for name in last if last[name].data.tobytes() != first[name].data.tobytes()}
+    assert changed == {name for name in last if is_adapter(name)}
+    if parent is not None:
+        served = to_host(base.state_dict())
+        assert all(first[name].data.tobytes() == each.data.tobytes() for name, each in served.items())
+    adapters = sum(last[name].elements for name in changed)
+    manifests = [straight.weights.manifest(Version("main", number)) for number in range(1, STEPS + 1)]
+    assert all(each.delta and each.delta.changed_elements <= adapters for each in manifests)
+    state = straight.objects.get(f"checkpoints/main/{STEPS:08d}/state-00000.safetensors")
+    masters = {name.removeprefix("master.") for name in safetensors.torch.load(state) if name.startswith("master.")}
+    assert masters == changed
 
 
 def test_killed_at_a_random_moment(prepared: Path, uninterrupted: World, tmp_path: Path):

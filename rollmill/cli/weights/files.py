@@ -27,10 +27,11 @@ from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.models.huggingface.config import Layout
-    from rollmill.types import PolicyRef
+    from rollmill.types import PolicyRef, Version
     from rollmill.weights.format.tensors import Tensors
 
 QUANTISED_FORMS = ("fp8", "nvfp4")  # the forms of models.quantize, which needs torch
+SCALE = "adapter_scale"  # a tensor that versions with an adapter have (models.adapters, which needs torch)
 
 
 def export(
@@ -40,6 +41,9 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="replace what is in DIR")] = False,
     line: LineOfNumber = None,
     form: Form = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="write the adapter alone, as PEFT's files; otherwise it is merged")
+    ] = False,
     token: Token = None,
 ) -> None:
     """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. Completely, or not at all.
@@ -58,6 +62,8 @@ def export(
     companions, note = _as_trained(companions_of(place.store, manifest))
     with display.progress(display.errors()) as bars:
         loaded = figures.load(bars, place.store, manifest)
+        if adapter:
+            return _write_adapter(directory, companions, loaded, wanted, force)
         with _as_checkpoint(companions, loaded, manifest.policy) as (tensors, policy):
             size = sum(tensor.data.size for tensor in tensors.values())
             task = bars.add_task("writing and checking", total=2 * size)
@@ -76,6 +82,24 @@ def export(
         out.print(f"  {note}", style="yellow")
     if "config.json" not in companions:
         out.print("  no config.json: the store does not know the model's architecture", style="yellow")
+
+
+def _write_adapter(
+    directory: Path, companions: Mapping[str, bytes], tensors: Tensors, version: Version, force: bool
+) -> None:
+    from rollmill.models.huggingface.peft import adapter_files  # torch
+    from rollmill.weights.files.checkpoint_directory import write_directory
+
+    layout = _layout(companions.get("config.json"))
+    if layout is None:
+        raise ConfigError(
+            f"{version} has no config.json of a known layout, so its matrices have no names that PEFT knows",
+            hint="adapters of runs that began with a Hugging Face checkpoint can be written",
+        )
+    files = write_directory(directory, (), adapter_files(layout, tensors), force=force)
+    out = display.console()
+    out.print(display.safe(f"the adapter of {version} is in {directory}"))
+    out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
 
 
 def _as_trained(companions: dict[str, bytes]) -> tuple[dict[str, bytes], str]:
@@ -169,7 +193,12 @@ def _as_checkpoint(
         yield tensors, policy
         return
     layout, quantised = _layout(companions.get("config.json")), policy.form in QUANTISED_FORMS
+    adapted = SCALE in tensors
     with contextlib.ExitStack() as stack:
+        if adapted:
+            from rollmill.models.merging import merged  # torch
+
+            tensors = merged(tensors)
         if quantised:
             from rollmill.models.quantize import dequantised  # torch
 
@@ -178,7 +207,7 @@ def _as_checkpoint(
             from rollmill.models.huggingface.served import checkpoint_tensors  # torch
 
             tensors = stack.enter_context(checkpoint_tensors(layout, tensors))
-        if quantised or layout is not None:
+        if adapted or quantised or layout is not None:
             policy = replace(policy, digest=root_digest(describe(tensors)))
         yield tensors, policy
 

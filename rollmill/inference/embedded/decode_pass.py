@@ -2,7 +2,7 @@
 
 Attention with all that belongs to it is one launch (decode_attention_triton), and the residual is added to in place.
 With exact numerics the bits are those of any other pass, with fast ones they are not. Steps of one to four sequences
-through a dense model then have own products too (models.kernels.small_batch_triton).
+through a dense model without adapters then have own products too (models.kernels.small_batch_triton).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.kernels.decode_attention_triton import attend_one, attend_one_exactly
 from rollmill.inference.embedded.kernels.paged_triton import Plan
+from rollmill.models.adapters import add_adapter_
 from rollmill.models.decoder import Decoder, DecoderOutput, Layer
 from rollmill.models.kernels.attention.rotate_triton import rotate_heads
 from rollmill.models.kernels.forms import add_product_, product
@@ -50,7 +51,8 @@ def decode_pass(model: Decoder, cache: KVCache, plan: Plan) -> DecoderOutput:
     if step.normed:
         step = step._replace(angles=(model._cos[plan.positions_N], model._sin[plan.positions_N]))
     x_BW = nn.functional.embedding(plan.tokens_N, model.embedding)
-    narrow = len(x_BW) <= ROWS and not model.config.moe_layers and model.form == "bf16" and not model.exact
+    plain = not model.config.moe_layers and model.config.adapter is None and model.form == "bf16" and not model.exact
+    narrow = plain and len(x_BW) <= ROWS
     routings: list[Routing] = []
     for number, each in enumerate(model.layers):
         layer = cast(Layer, each)
@@ -76,12 +78,17 @@ def _attend(step: _Step, layer: Layer, qkv: Tensor, number: int, *, early: bool 
 
 def _layer(step: _Step, layer: Layer, x_BW: Tensor, number: int) -> tuple[Tensor, Routing | None]:
     eps, form, exact = step.model.config.norm_eps, step.model.form, step.model.exact
-    qkv = product(norm_forward(x_BW, layer.attention_norm, eps)[0], layer.qkv, layer.qkv_bias, form, exact)
+    normal_BW, _ = norm_forward(x_BW, layer.attention_norm, eps)
+    qkv = product(normal_BW, layer.qkv, layer.qkv_bias, form, exact)
+    qkv = add_adapter_(qkv, normal_BW, layer.qkv_adapter, exact)
     attended = _attend(step, layer, qkv, number)
     x_BW = add_product_(x_BW, attended, layer.output, layer.output_bias, form, exact)
+    x_BW = add_adapter_(x_BW, attended, layer.output_adapter, exact)
     normal_BW, _ = norm_forward(x_BW, layer.mlp_norm, eps)
     if not isinstance(layer.mlp, MLP):
         return layer.mlp(normal_BW, x_BW, None)
+    if layer.mlp.down_adapter is not None:
+        return layer.mlp.add_to(x_BW, normal_BW), None
     inner = swiglu_product(normal_BW, layer.mlp.gate_up, form, exact)
     return add_product_(x_BW, inner, layer.mlp.down, None, form, exact), None
 

@@ -115,7 +115,8 @@ class _Linear(Function):
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
         grad = OutputGradient(grad_NO, weight_OI, ctx.form)
-        return grad.of_input(), grad.of_weight(x_NI), grad_NO.sum(0) if ctx.has_bias else None, None, None
+        grad_weight = grad.of_weight(x_NI) if ctx.needs_input_grad[1] else None
+        return grad.of_input(), grad_weight, grad_NO.sum(0) if ctx.has_bias else None, None, None
 
 
 def linear(

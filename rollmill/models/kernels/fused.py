@@ -104,7 +104,8 @@ class _NormLinear(Function):
         grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, output.of_input(), skip_NW, normal=True)
         assert normal_NW is not None
         grad_bias = grad.sum(0) if ctx.has_bias else None
-        return grad_x, grad_norm, None, output.of_weight(normal_NW), grad_bias, None, None
+        grad_weight = output.of_weight(normal_NW) if ctx.needs_input_grad[3] else None
+        return grad_x, grad_norm, None, grad_weight, grad_bias, None, None
 
 
 def norm_linear(
@@ -137,7 +138,8 @@ class _AddLinear(Function):
         y, weight = ctx.saved_tensors
         output = OutputGradient(grad_NW, weight, ctx.form)
         grad_bias = grad_NW.sum(0) if ctx.has_bias else None
-        return grad_NW, output.of_input(), output.of_weight(y), grad_bias, None, None
+        grad_weight = output.of_weight(y) if ctx.needs_input_grad[2] else None
+        return grad_NW, output.of_input(), grad_weight, grad_bias, None, None
 
 
 def add_linear(

@@ -80,9 +80,12 @@ class _Experts(Function):
             gate_up_RF, grad_Rf, weights_Nk.contiguous(), rows.order_R
         )
         assert grad_weights is not None
-        grad_down = torch._grouped_mm(inner_Rf.t(), grad_RW, offs=rows.ends_E)
+        grad_down = grad_gate_up = None
+        if ctx.needs_input_grad[2]:  # not frozen, as beside an adapter of other matrices
+            grad_down = torch._grouped_mm(inner_Rf.t(), grad_RW, offs=rows.ends_E)
         del grad_RW, grad_Rf, inner_Rf
-        grad_gate_up = torch._grouped_mm(spread(x_NW, rows.place_Nk).t(), grad_gate_up_RF, offs=rows.ends_E)
+        if ctx.needs_input_grad[2]:
+            grad_gate_up = torch._grouped_mm(spread(x_NW, rows.place_Nk).t(), grad_gate_up_RF, offs=rows.ends_E)
         grad_rows = torch._grouped_mm(grad_gate_up_RF, gate_up_EWF.transpose(1, 2), offs=rows.ends_E)
         return (
             gather_sum(grad_rows, rows.place_Nk),

@@ -118,12 +118,13 @@ class _GroupedLinear(Function):
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
         x_RI, weight_EIO = ctx.saved_tensors
-        grad_x_RI, grad_weight_EIO = torch.empty_like(x_RI), torch.empty_like(weight_EIO)
-        runs = zip(grad_RO.split(ctx.counts), x_RI.split(ctx.counts), grad_x_RI.split(ctx.counts), strict=True)
-        for (grad, x, grad_x), weight, grad_weight in zip(
-            runs, weight_EIO.unbind(), grad_weight_EIO.unbind(), strict=True
-        ):
+        grad_x_RI, runs = torch.empty_like(x_RI), grad_RO.split(ctx.counts)
+        for grad, weight, grad_x in zip(runs, weight_EIO.unbind(), grad_x_RI.split(ctx.counts), strict=True):
             torch.mm(grad, weight.t(), out=grad_x)
+        if not ctx.needs_input_grad[1]:
+            return grad_x_RI, None, None, None, None
+        grad_weight_EIO = torch.empty_like(weight_EIO)
+        for grad, x, grad_weight in zip(runs, x_RI.split(ctx.counts), grad_weight_EIO.unbind(), strict=True):
             torch.mm(x.t(), grad, out=grad_weight)
         return grad_x_RI, grad_weight_EIO, None, None, None
 

@@ -32,7 +32,7 @@ from rollmill.inference.engine_sections import EngineSpec, EnginesSection, engin
 from rollmill.kinds import KindSection, Slot
 from rollmill.machines.machine import MachineSection
 from rollmill.machines.pool import PoolConfig
-from rollmill.models.config import ModelConfig, with_context
+from rollmill.models.config import ModelConfig, with_adapter, with_context
 from rollmill.models.counts import all_parameters
 from rollmill.rollouts.config import DispatcherConfig, RolloutConfig
 from rollmill.runs.configuration.autoscale_rule import BalanceConfig
@@ -40,7 +40,7 @@ from rollmill.runs.configuration.derived import model_of_checkpoint, shortened, 
 from rollmill.runs.configuration.moved import refuse_moved
 from rollmill.runs.saved import saved_config
 from rollmill.runs.sink import SinkSection
-from rollmill.training.config import lr_by_size
+from rollmill.training.config import ADAPTER_LR, lr_by_size
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.types import Version
 
@@ -257,6 +257,7 @@ class RunConfig(Config):
         if "lr" in optimizer.model_fields_set:
             return stage
         lr = lr_by_size(all_parameters(self.model), rollouts=isinstance(stage, RolloutSettings))
+        lr *= 1 if stage.training.adapter is None else ADAPTER_LR
         training = stage.training.model_copy(update={"optimizer": optimizer.model_copy(update={"lr": lr})})
         return stage.model_copy(update={"training": training})
 
@@ -403,15 +404,18 @@ class RunConfig(Config):
         return self.stages[index - 1] if index else None
 
     def model_of(self, line: str) -> ModelConfig:
-        """The model that a line has: stages may change its context. A line of no stage is that of imported weights."""
-        context = self.model.max_context
+        """The model that a line has: stages may change its context, or train an adapter. A line of no stage is that of
+        imported weights."""
+        context, adapter = self.model.max_context, None
         for stage in self.stages:
-            context = stage.max_context or context
+            context, adapter = stage.max_context or context, stage.training.adapter
             if line == stage.name or line.startswith(f"{stage.name}."):  # rl.2: the line goes on on other hardware
-                return with_context(self.model, context, self.trained_context or self.model.max_context)
-        if line.startswith(CYCLE):  # real-time RL goes on from the last stage
-            return with_context(self.model, context, self.trained_context or self.model.max_context)
-        return self.model
+                break
+        else:
+            if not line.startswith(CYCLE):  # real-time RL goes on from the last stage
+                return self.model
+        model = with_context(self.model, context, self.trained_context or self.model.max_context)
+        return with_adapter(model, adapter)
 
     def seed_of(self, stage: StageSection) -> int:
         """The run's seed. A second stage of one kind gets another: it should not see the same data again."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import TrainingError
+from rollmill.models.adapters import SCALE, trained
 from rollmill.models.kernels.forms import is_quantised
 from rollmill.models.kernels.fused import fuses
 from rollmill.models.quantize import quantises
@@ -34,7 +35,7 @@ def rules_of(model: nn.Module, config: OptimizerConfig) -> dict[type[UpdateRule]
     chosen = RULES[config.kind]
     moved = set(chosen.moves(model))
     names: dict[type[UpdateRule], list[str]] = {chosen: [], AdamW: []}
-    for name, _ in model.named_parameters():
+    for name in trained(model):
         names[chosen if name in moved else AdamW].append(name)
     return names
 
@@ -45,6 +46,11 @@ class Update:
     lr: float
     applied: bool  # False: nothing changed, because the gradient was not finite or there was none
     kept: float = 1.0  # the share of the update that the step guard left
+
+    @property
+    def why_unchanged(self) -> str:
+        """If it was not applied."""
+        return "there was nothing to learn from" if math.isfinite(self.grad_norm) else "its gradient was not finite"
 
     def figures(self) -> dict[str, float | bool | None]:
         """For events; JSON has no NaN."""
@@ -66,7 +72,7 @@ class MasterOptimizer:
     ) -> None:
         """With a `state` to go on from, the parameters need not be initialised."""
         self._form, self._rows = form, rows
-        self._parameters = dict(model.named_parameters())
+        self._parameters = trained(model)
         self._served = {name: rows.local(parameter.detach()) for name, parameter in self._parameters.items()}
         self._masters = {name: served.to(torch.float32, copy=True) for name, served in self._served.items()}
         coded = {name for name, served in self._served.items() if is_quantised(form) and quantises(name, served)}
@@ -181,6 +187,17 @@ class MasterOptimizer:
                     moment.zero_()
         self._updates = updates
         self._serve(self._masters)
+
+
+def goes_on(model: nn.Module, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bool:
+    """Whether a checkpoint has the masters of what this model trains. With another adapter, or with one on one side
+    only, it has not."""
+    own = model.state_dict()
+    if SCALE not in own.keys() | buffers.keys():
+        return True
+    masters = {name.removeprefix("master."): each.shape for name, each in state.items() if name.startswith("master.")}
+    same = {name: each.shape for name, each in trained(model).items()} == masters
+    return same and own.keys() >= buffers.keys() and torch.equal(own[SCALE].cpu(), buffers[SCALE].cpu())
 
 
 def inherited(model: nn.Module, config: OptimizerConfig, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -10,12 +10,14 @@ committed when its version is published in all forms.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill import telemetry
 from rollmill.errors import TrainingError
+from rollmill.models.adapters import trained
 from rollmill.models.decoder import Decoder
 from rollmill.training.config import TrainingConfig
 from rollmill.training.parallelism import FormBytes, FormExport, Parallelism
@@ -48,12 +50,18 @@ class Exporter:
     def _chain(self, form: str) -> tuple[FormBytes, Publisher]:
         goal = self._config.delta_goal
         making = self._parallel.models.form_bytes(self._model, form, on_device=goal == "fast")
+        # The rarer a snapshot, the more deltas a late reader takes: with adapters, whose deltas are as much smaller as
+        # they are, both together cost least at the root of that.
+        own, all_ = (
+            sum(each.numel() for each in some) for some in (trained(self._model).values(), self._model.parameters())
+        )
+        snapshot_every = round(self._config.snapshot_every * math.sqrt(all_ / own))
         # an export is a copy that nobody changes, so it is kept
         return making, Publisher(
             self._weights,
             self._line,
             form,
-            self._config.snapshot_every,
+            snapshot_every,
             goal,
             keeps=True,
             ranks=self._parallel.ranks,

@@ -170,6 +170,8 @@ class Encoder:
         return packs.finish(changed, before.base)
 
     def _code(self, run: Run, new: BytesOf, before: DeltaBase) -> EncodedPayload:
+        if before.bytes_of is not None and all(_is_same(new(row), before.bytes_of(row)) for row in run):
+            return EncodedPayload("sparse", b"", 0)  # frozen tensors: nothing is read
         elements, width = _join(new, run), run[0].width
         if before.bytes_of is None:
             return EncodedPayload("raw", encode_full(elements, width), elements.size // width)
@@ -275,6 +277,11 @@ def _cores() -> int:
 
 def _size(run: Run) -> int:
     return sum(row.size for row in run)
+
+
+def _is_same(new: np.ndarray, old: np.ndarray) -> bool:
+    """Whether both are the same memory."""
+    return new.ctypes.data == old.ctypes.data
 
 
 def _join(bytes_of: BytesOf, run: Run) -> np.ndarray:

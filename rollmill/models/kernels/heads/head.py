@@ -108,7 +108,7 @@ class _Logprobs(Function):
             logits_MV = _logits(hidden_MW[part], weight_VW, temperatures)
             _slopes(logits_MV, targets_M[part], sums_M[part], entropies_M[part], *grads, grad_MV)
 
-        gradients = gradients_of(hidden_MW, weight_VW, ctx.form)
+        gradients = gradients_of(hidden_MW, weight_VW, ctx.form, ctx.needs_input_grad[1])
         _add_all(gradients, len(weight_VW), fill)
         return *gradients.finish(), None, None, None, None
 
@@ -119,7 +119,7 @@ class _NextToken(Function):
         ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor, form: str
     ) -> Tensor:
         logprobs_M = torch.empty(len(targets_M), dtype=torch.float32, device=hidden_MW.device)
-        gradients = gradients_of(hidden_MW, weight_VW, form)
+        gradients = gradients_of(hidden_MW, weight_VW, form, ctx.needs_input_grad[1])
         if _makes_powers(hidden_MW, weight_VW):
             from rollmill.models.kernels.heads.exp_logits_triton import next_token_powers
 

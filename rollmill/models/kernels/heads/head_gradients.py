@@ -42,12 +42,13 @@ def _adds_to_fp32(x: Tensor) -> bool:
 class Gradients:
     """Each chunk that `chunks` yields is to be added before the next one is asked for."""
 
-    def __init__(self, hidden_MW: Tensor, weight_VW: Tensor) -> None:
-        self._hidden, self._weight = hidden_MW, weight_VW
+    def __init__(self, hidden_MW: Tensor, weight_VW: Tensor, trains: bool = True) -> None:
+        """`trains`: the head gets a gradient too."""
+        self._hidden, self._weight, self._trains = hidden_MW, weight_VW, trains
         self.hidden = torch.empty_like(hidden_MW)
         self._overwrites = _adds_to_fp32(hidden_MW) and len(hidden_MW) > 0  # the first chunk: nothing is added to it
         empty = torch.empty if self._overwrites else torch.zeros
-        self._sum = empty(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
+        self._sum = empty(weight_VW.shape if trains else 0, dtype=torch.float32, device=weight_VW.device)
 
     def chunks(self, elements: int) -> Iterator[slice]:
         """Cuts the rows: at most about `elements` logits per chunk."""
@@ -65,6 +66,8 @@ class Gradients:
         self._add_weight(powers_MV, scaled_MW)
 
     def _add_weight(self, grad_MV: Tensor, hidden_MW: Tensor) -> None:
+        if not self._trains:
+            return
         if _adds_to_fp32(grad_MV):
             kept = 0.0 if self._overwrites else 1.0
             self._overwrites = False
@@ -73,8 +76,10 @@ class Gradients:
         else:
             self._sum.addmm_(grad_MV.t().float(), hidden_MW.float())
 
-    def finish(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def finish(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns the gradients of hidden and weight, times `factor`."""
+        if not self._trains:
+            return self.hidden if factor is None else times(self.hidden, factor, self.hidden), None
         if factor is None:
             return self.hidden, self._sum.to(self._weight.dtype)
         return times(self.hidden, factor, self.hidden), times(self._sum, factor, torch.empty_like(self._weight))
@@ -129,6 +134,6 @@ def times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def gradients_of(hidden_MW: Tensor, weight_VW: Tensor, form: str) -> Gradients | CodedGradients:
-    coded = form == "fp8" and fp8.differentiates_head(hidden_MW, weight_VW)
-    return CodedGradients(hidden_MW, weight_VW) if coded else Gradients(hidden_MW, weight_VW)
+def gradients_of(hidden_MW: Tensor, weight_VW: Tensor, form: str, trains: bool) -> Gradients | CodedGradients:
+    coded = trains and form == "fp8" and fp8.differentiates_head(hidden_MW, weight_VW)
+    return CodedGradients(hidden_MW, weight_VW) if coded else Gradients(hidden_MW, weight_VW, trains)
