@@ -25,9 +25,10 @@ from rollmill.machines.machine import Machine, Process
 
 _PLACE = "/tmp/.harbor"  # noqa: S108  in a machine
 _KEEPER = f"""mkdir -p {_PLACE} && cd {_PLACE} && mkfifo orders && exec 3<>orders && touch ready
+shell=$(command -v bash || echo sh)
 while read -r order <&3; do
-    setsid bash -c 'exec 3<&-; echo $$ > "$0.pid"; bash "$0.sh" > "$0.out" 2> "$0.err" < /dev/null
-        echo $? > "$0.part"; mv "$0.part" "$0.code"' "$order" &
+    setsid "$shell" -c 'exec 3<&-; echo $$ > "$0.pid"; "$1" "$0.sh" > "$0.out" 2> "$0.err" < /dev/null
+        echo $? > "$0.part"; mv "$0.part" "$0.code"' "$order" "$shell" &
 done
 """
 _WAIT = f"""cd {_PLACE} || exit 3
@@ -62,7 +63,7 @@ class BackgroundShell:
 
     async def start(self) -> None:
         """Start the keeper."""
-        self._keeper = await self.machine.start(["bash", "-c", _KEEPER])
+        self._keeper = await self.machine.start(["sh", "-c", _KEEPER])
         await self._run(["sh", "-c", f"until [ -e {_PLACE}/ready ]; do sleep 0.02; done"])
 
     async def exec(

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rollmill.environments import harbor
 from rollmill.machines import background_shell as module
 from rollmill.machines.background_shell import BackgroundShell
 from rollmill.machines.images.image import BUILT_IN
@@ -27,7 +28,7 @@ from tests.machines.oci.test_registry import push, registry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONTRACT = Path(__file__).parent / "contracts" / "harbor.json"
-ADAPTER = Path(module.__file__).parent / "environment.py"
+ADAPTER = Path(harbor.__file__).parent / "environment.py"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
