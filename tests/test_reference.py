@@ -222,6 +222,7 @@ def test_settings_named_in_documents_exist(document: Path) -> None:
         assert setting in SETTINGS | {"key.path", "steps", "ranks"}, f"{setting} is no setting"
     # of reward and harness classes, and of the chat templates of a model
     others = {"wants_final_state", "wants_machine", "resumable", "enable_thinking"}
+    others |= {"environment_mode"}  # of Harbor's task.toml
     for setting in re.findall(r"`([a-z_.]+) = [^`]+`", text):
         assert setting in SETTINGS or setting in names | others, f"{setting} is no setting"
 

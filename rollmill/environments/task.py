@@ -61,6 +61,7 @@ class Task:
     environment: str = ""  # the environment that plays and grades it, where a run has several
     links: Mapping[str, str] = field(default_factory=dict)  # symbolic links in the work directory: path → target
     needs: Needs | None = None
+    processes: bool = False  # what its commands leave running lives on, and is there when rewards see the final state
 
     @cached_property
     def digest(self) -> str:
@@ -77,6 +78,8 @@ class Task:
             content["executable"] = sorted(self.executable)
         if self.links:
             content["links"] = self.links
+        if self.processes:
+            content["processes"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=_plain).encode()).hexdigest()
 
     @property

@@ -13,6 +13,7 @@ from typing import cast
 from rollmill.environments.harness import Harness
 from rollmill.environments.task import Needs, Task, WholeDiff
 from rollmill.errors import MachineError, TaskError
+from rollmill.machines.lasting import LastingMachine
 from rollmill.machines.machine import WORK, Capabilities, Machine, MachineHost
 
 _LARGEST_FILE = 1 << 20  # that is read of a folder, in bytes
@@ -35,7 +36,7 @@ async def create_machine(machines: MachineHost, task: Task, files: Mapping[str, 
     except BaseException:
         await machine.close()
         raise
-    return machine
+    return LastingMachine(machine) if task.processes else machine
 
 
 async def meet(machine: Machine, task: Task, needs: Needs) -> None:

@@ -56,13 +56,17 @@ class AgentMachineConfig(Config):
     image_store: str | None = Field(
         None,
         description="Directory or URL of an object store with images, written by `rollmill images push`. An image that "
-        "is not on this host is fetched from it when its first machine starts.",
+        "is not on this host is fetched from it when its first machine starts. OCI images of a registry, and those "
+        "that a task builds, are written to it by the first host that needs one; the others fetch it from there.",
     )
     image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
     egress: list[Annotated[str, Field(pattern=ENTRY)]] = Field(
         [],
         description="Names that commands may reach through a proxy: NAME, NAME:PORT or *.NAME; no port: 80 and 443. "
         "It holds for all machines of the run, those that grade too. Empty: no network at all.",
+    )
+    egress_inside: bool = Field(
+        False, description="These names may lead to addresses of a private network, such as a mirror of packages."
     )
     egress_log: str | None = Field(
         None, description="File that gets one line of JSON per request through the proxy. Not set: the process's log."
@@ -107,7 +111,8 @@ class AgentMachine(FramedMachine):
         if not config.egress:
             return
         listener, port = await self.listen()
-        self._egress = Egress(listener, config.egress, config.egress_log, self._name)
+        inside = config.egress_inside
+        self._egress = Egress(listener, config.egress, config.egress_log, self._name, inside=inside)
         await self._egress.start()
         names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
         self.environment = {**dict.fromkeys(names, f"http://127.0.0.1:{port}"), "no_proxy": "127.0.0.1,localhost"}

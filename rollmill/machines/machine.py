@@ -101,7 +101,8 @@ class Snapshot:
     """A reference to a saved state. Only the kind of host that made it can use it."""
 
     image: str  # what the machine had started from
-    state: Any = field(repr=False)  # whatever the host finds it by: a path, an id, or the bytes if they are few
+    # whatever the host finds it by: a path, an id, or the bytes if they are few; or the machine itself, see `release`
+    state: Any = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,12 @@ class MachineWrapper(Machine):
         await self._machine.close()
 
 
+class LentMachine(MachineWrapper):
+    """A machine that its user does not end."""
+
+    async def close(self) -> None: ...
+
+
 class MachineHost(ABC):
     """Creates machines; one per dispatcher."""
 
@@ -368,7 +375,7 @@ async def release(host: MachineHost, snapshot: Snapshot | None) -> None:
     """Release a snapshot, if there is one. A host that cannot let go of it breaks no episode."""
     if snapshot is not None:
         try:
-            await host.release(snapshot)
+            await (snapshot.state.close() if isinstance(snapshot.state, Machine) else host.release(snapshot))
         except Exception:  # the host may be code of the user
             log.warning("a snapshot was not released", exc_info=True)
 

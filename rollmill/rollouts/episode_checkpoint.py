@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine, make_links
 from rollmill.errors import HarnessError, MachineError, ObjectMissing, RollmillError
+from rollmill.machines.lasting import LastingMachine
 from rollmill.machines.machine import Machine, Snapshot, release
 from rollmill.rollouts.clock import Clock
 from rollmill.rollouts.rollout_context import RolloutContext
@@ -133,7 +134,7 @@ async def start_machine(context: RolloutContext, task: Task, found: Checkpoint |
     except BaseException:
         await machine.close()
         raise
-    return machine
+    return LastingMachine(machine) if task.processes else machine
 
 
 def _store(objects: Objects, trajectory: str, found: Checkpoint) -> None:

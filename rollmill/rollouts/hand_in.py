@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import replace
 
+import zstandard
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,12 +15,14 @@ from rollmill.environments.harness import HarnessResult
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ObjectExists, TrajectoryError
+from rollmill.machines.lasting import LastingMachine
 from rollmill.machines.machine import Machine, MachineHost, Snapshot
 from rollmill.rollouts.work_diff import take_diff
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.payload import seal_facts
 from rollmill.types import Trajectory
 
+_MOST_STATE, _LARGEST_STATE = 1 << 24, 1 << 32  # bytes of a final state that is kept, and unpacked
 _DIGEST_BYTES = 65  # hexadecimal, and the end of its line
 
 
@@ -34,9 +38,14 @@ class HandIn(BaseModel):
     refused: str | None = None
     result: HarnessResult | None = None
     seconds: float = 0.0
-    # of this process, and never stored
-    final_state: Snapshot | None = Field(None, exclude=True)
-    state_refused: str | None = Field(None, exclude=True)
+    state: bytes = b""  # the final state as bytes, compressed, with which rewards can be given again; empty: not kept
+    state_image: str = ""
+    state_refused: str | None = None
+    final_state: Snapshot | None = Field(None, exclude=True)  # of this process, and never stored
+
+    @property
+    def keeps_machine(self) -> bool:
+        return self.final_state is not None and isinstance(self.final_state.state, Machine)
 
     def episode(self, task: Task, machines: MachineHost) -> Episode:
         """The episode without its transcript."""
@@ -70,12 +79,27 @@ async def take_hand_in(
     With `keep_state` the machine's state is saved too; the caller releases it.
     """
     handed_in = await _read(machine, task, clean, result, seconds)
+    if keep_state and isinstance(machine, LastingMachine):
+        return handed_in.model_copy(update={"final_state": machine.keep()})
     if not keep_state or machine.capabilities.snapshot == "none":
         return handed_in
     try:
         return handed_in.model_copy(update={"final_state": await machine.snapshot()})
     except OSError as error:
         return handed_in.model_copy(update={"state_refused": str(error)})
+
+
+async def with_kept_state(handed_in: HandIn, machines: MachineHost) -> HandIn:
+    """The hand-in with its final state as bytes, if that can leave its host and is small."""
+    if handed_in.final_state is None or handed_in.keeps_machine:
+        return handed_in
+    exported = await machines.export(handed_in.final_state)
+    if exported is None or not isinstance(exported.state, bytes):
+        return handed_in
+    packed = await asyncio.to_thread(zstandard.compress, exported.state, 1)
+    if len(packed) > _MOST_STATE:
+        return handed_in
+    return handed_in.model_copy(update={"state": packed, "state_image": exported.image})
 
 
 async def _read(
@@ -127,7 +151,11 @@ def load_hand_in(objects: Objects, key: str) -> HandIn:
     data = stored[_DIGEST_BYTES:]
     if _digest(data) != stored[:_DIGEST_BYTES]:
         raise TrajectoryError(f"the submission {key} is damaged", hint="its trajectory cannot be graded")
-    return HandIn.model_validate_json(data)
+    handed_in = HandIn.model_validate_json(data)
+    if not handed_in.state:
+        return handed_in
+    state = zstandard.ZstdDecompressor().decompress(handed_in.state, max_output_size=_LARGEST_STATE)
+    return handed_in.model_copy(update={"final_state": Snapshot(handed_in.state_image, state)})
 
 
 def _digest(data: bytes) -> bytes:

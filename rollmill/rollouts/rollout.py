@@ -56,6 +56,7 @@ from rollmill.rollouts.hand_in import (
     load_hand_in,
     store_hand_in,
     take_hand_in,
+    with_kept_state,
 )
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.trajectories.payload import seal_facts
@@ -156,7 +157,8 @@ class Rollout:
                 async with running:
                     started = time.time()
                     handed_in = await handing_in
-            async with context.grading:
+            # a machine that is kept must not wait for others that wait for machines
+            async with contextlib.nullcontext() if handed_in.keeps_machine else context.grading:
                 outcome = await self._grade(handed_in)
             assert outcome.reward is not None
             await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
@@ -227,6 +229,7 @@ class Rollout:
             async with _within_grace("to read what was handed in", packing_s):
                 wanted, clean = context.grader.wants_final_state, context.grading_machines
                 handed_in = await take_hand_in(machine, task, clean, result, seconds, keep_state=wanted)
+                handed_in = await with_kept_state(handed_in, context.machines)
         finally:
             await machine.close()
         try:

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rollmill.environments.harbor import shell as module
-from rollmill.environments.harbor.shell import HarborShell
+from rollmill.environments import harbor
+from rollmill.machines import background_shell as module
+from rollmill.machines.background_shell import BackgroundShell
 from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.namespace.client import NamespaceConfig
 from tests.machines.conftest import start_host
@@ -27,19 +28,19 @@ from tests.machines.oci.test_registry import push, registry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONTRACT = Path(__file__).parent / "contracts" / "harbor.json"
-ADAPTER = Path(module.__file__).parent / "environment.py"
+ADAPTER = Path(harbor.__file__).parent / "environment.py"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shell() -> AsyncIterator[HarborShell]:
+async def shell() -> AsyncIterator[BackgroundShell]:
     host = await start_host(NamespaceConfig(memory_mb=128, disk_mb=32, processes=48))
-    made = HarborShell(await host.create(BUILT_IN, {"main.py": b"print(1)"}), "/work")
+    made = BackgroundShell(await host.create(BUILT_IN, {"main.py": b"print(1)"}), "/work")
     await made.start()
     yield made
     await host.close()
 
 
-async def test_commands_as_harbor_wants_them(shell: HarborShell) -> None:
+async def test_commands_as_harbor_wants_them(shell: BackgroundShell) -> None:
     done = await shell.exec("pwd; cat main.py; echo $COLOUR >&2; exit 3", env={"COLOUR": "it's /app red"})
     assert done == ("/work\nprint(1)", "it's /app red\n", 3)
     assert (await shell.exec("false || cat", cwd="/tmp")).exit_code == 0, "no input, not ours"
@@ -57,14 +58,14 @@ async def test_commands_as_harbor_wants_them(shell: HarborShell) -> None:
     assert not slow.done() and (await slow).stdout == "slow\n"
 
 
-async def test_a_command_that_takes_too_long_ends(shell: HarborShell) -> None:
+async def test_a_command_that_takes_too_long_ends(shell: BackgroundShell) -> None:
     with pytest.raises(TimeoutError):
         await shell.exec("sleep 1000.5 & sleep 1000.5", timeout_s=0.5)
     assert (await shell.exec("ps ax | grep -c '[s]leep 1000.5'")).stdout == "0\n"
     assert (await shell.exec("ls -A /tmp/.harbor")).stdout.split()[-2:] == ["orders", "ready"], "nothing is left"
 
 
-async def test_files_and_directories(shell: HarborShell, tmp_path: Path) -> None:
+async def test_files_and_directories(shell: BackgroundShell, tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     (tests / "deep").mkdir(parents=True)
     (tests / "test.sh").write_text("#!/bin/bash\ncat /tmp/tests/deep/data > /tmp/logs/verifier/reward.txt; ls /work\n")
@@ -89,7 +90,7 @@ async def test_a_command_that_changes_what_is_its_result_is_killed() -> None:
     assert module._parsed(b"0 -5\nabc") == ("", "abc", 0) and module._parsed(b"0 99\nabc") == ("abc", "", 0)
 
 
-async def test_an_agent_that_ends_the_keeper_only_ends_its_own_commands(shell: HarborShell) -> None:
+async def test_an_agent_that_ends_the_keeper_only_ends_its_own_commands(shell: BackgroundShell) -> None:
     """What it did is graded: no command raises, and those of the verifier still run."""
     other = asyncio.create_task(shell.exec("sleep 1000"))
     await shell.exec("until ps ax | grep '[s]leep 1000'; do sleep 0.05; done")

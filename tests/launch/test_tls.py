@@ -47,7 +47,9 @@ def make_ca(directory: Path, *addresses: str) -> list[str]:
             builder = builder.add_extension(extension, critical)
         return builder.sign(authority, hashes.SHA256()).public_bytes(PEM)
 
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses])
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName(each) if each[0].isalpha() else x509.IPAddress(ipaddress.ip_address(each)) for each in addresses]
+    )
     known = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
     by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     signs = x509.KeyUsage(False, False, False, False, False, True, True, False, False)

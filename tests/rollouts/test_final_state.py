@@ -13,6 +13,7 @@ from rollmill.environments.reward import Reward
 from rollmill.environments.rewards.weighted import WeightedRewards
 from rollmill.errors import RewardError
 from rollmill.machines.machine import Capabilities, Machine, MachineHost, Snapshot
+from rollmill.rollouts import hand_in
 from rollmill.rollouts.hand_in import load_hand_in
 from rollmill.rollouts.rollout_context import RolloutContext
 from rollmill.types import Grade
@@ -87,6 +88,9 @@ class Counting(StandInHost):
         found: Machine = machine
         return found
 
+    async def export(self, snapshot: Snapshot) -> Snapshot | None:
+        return await self.host.export(snapshot)
+
     async def release(self, snapshot: Snapshot) -> None:
         self.released.append(snapshot)
         raise RuntimeError("a host of the user that fails breaks no episode")
@@ -113,11 +117,23 @@ async def test_a_reward_looks_at_a_file_that_was_not_handed_in(world: World) -> 
     assert outcome.reward.evidence["diary"] == {"notes": "main.py was wrong\n"}
     assert len(host.saved) == 1 and host.released == host.saved
     key = world.row().submission_key
-    assert key is not None and load_hand_in(world.context.objects, key).final_state is None, "it is not stored"
-    # after a restart the state is gone: the reward cannot be given, and that is no zero
+    assert key is not None
     facts: dict[str, Any] = {"run": RUN, "group_id": "g"}
-    later = await regrade(with_rewards(world, host, diary), make_task(), "t0", key, facts=facts)
-    assert later.reward is None and "the final state of the machine is not there" in str(later.reason)
+    again = await regrade(with_rewards(world, host, diary), make_task(), "t0", key, facts=facts)
+    assert again.reward is not None and again.reward.parts["diary"] == 1.0, "a later process has the state"
+
+
+async def test_a_large_state_is_not_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_in, "_MOST_STATE", 10)
+    world.says(*NOTES)
+    context = with_rewards(world, Counting(world.context.machines), Diary())
+    outcome = await world.play(context=context)
+    assert outcome.reward is not None and outcome.reward.parts["diary"] == 1.0
+    key = world.row().submission_key
+    assert key is not None and load_hand_in(world.context.objects, key).final_state is None
+    later = await regrade(context, make_task(), "t0", key, facts={"run": RUN, "group_id": "g"})
+    assert later.reward is None and "the final state of the machine is not there" in str(later.reason), "and no zero"
+    assert "play the task again" in str(later.reason)
 
 
 async def test_no_state_is_saved_if_no_reward_wants_it(world: World) -> None:

@@ -233,12 +233,19 @@ def push(name: Name, store: Store) -> None:
     For example:
 
         rollmill images push mini s3://bucket/images
+        rollmill images push oci:registry.example/shop:v1 s3://bucket/images
 
     Layers that the store has are not written again. Machines fetch an image when they first need it if `image_store`
     of [machine] names the store.
     """
-    from rollmill.machines.images.image import push_image
+    from rollmill.machines.images.image import images_directory, push_image
+    from rollmill.machines.oci.image_reference import is_oci
+    from rollmill.machines.oci.kept_images import Kept
 
+    if is_oci(name):
+        kept = Kept(images_directory(), store).fetch(name)
+        typer.echo(f"{name}@{kept.digest[:19]} written to {store}")
+        return
     typer.echo(f"{name}: {len(push_image(name, store))} layers written to {store}")
 
 
@@ -271,7 +278,7 @@ def pull(
     from rollmill.machines.oci.kept_images import Kept
 
     if is_oci(name):
-        kept = Kept(images_directory()).fetch(name)
+        kept = Kept(images_directory(), store).fetch(name, again=store is None)
         typer.echo(f"{name}@{kept.digest[:19]}  {_size(kept.bytes)}")
         return
     if store is None:

@@ -1,7 +1,6 @@
 """Machines for Harbor: its tasks and agents run in ours.
 
     environment.py   Harbor's BaseEnvironment, made of a machine. Only this needs the package `harbor`
-    shell.py         commands and files of a machine as Harbor wants them
 
 Harbor finds it by import path, in its job file or with `--environment-import-path`:
 

@@ -23,9 +23,9 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from rollmill.config import validate_config
-from rollmill.environments.harbor.shell import HarborShell
 from rollmill.environments.tasks.benchmark_folder import Environment, promise
 from rollmill.kinds import build as build_kind
+from rollmill.machines.background_shell import BackgroundShell
 from rollmill.machines.machine import MachineHost, MachineSection
 from rollmill.machines.oci.build_image import BuildConfig
 
@@ -47,7 +47,7 @@ class RollmillEnvironment(BaseEnvironment):
         self._section: dict[str, Any] = {"kind": "namespace", **(machine or {})}
         self._offline = offline
         self._host: MachineHost | None = None
-        self._shell: HarborShell | None = None
+        self._shell: BackgroundShell | None = None
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -94,7 +94,7 @@ class RollmillEnvironment(BaseEnvironment):
             assert self._image is not None
             created = await self._host.create(self._image)
             where = await created.exec(["sh", "-c", "pwd -P"])
-            self._shell = HarborShell(created, where.output.decode().strip())
+            self._shell = BackgroundShell(created, where.output.decode().strip())
             await self._shell.start()
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()
@@ -135,7 +135,7 @@ class RollmillEnvironment(BaseEnvironment):
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         await self._running().download_dir(source_dir, Path(target_dir))
 
-    def _running(self) -> HarborShell:
+    def _running(self) -> BackgroundShell:
         if self._shell is None:
             raise RuntimeError("the environment has not been started")
         return self._shell

@@ -3,11 +3,13 @@
     task.grading = {"kind": "harbor", "verdict": "reward_file", "files": {"/tests/test.sh": "…"},
                     "command": ["/tests/test.sh"], "reward_files": ["/logs/verifier/reward.txt"]}
 
-A new machine gets all files that the agent's machine had, at their places; processes are gone. With `separate` it is a
-clean machine, of the task's image or of `image`, with the `artifacts` of the agent's. Then the tests are written, and
-the command runs. `verdict` is that of the reward `script`: "exit", or "reward_file".
+A new machine gets all files that the agent's machine had, at their places; processes are gone. A task with `processes`
+is graded in the agent's machine itself, where they go on. With `separate` it is a clean machine, of the task's image or
+of `image`, with the `artifacts` of the agent's. Then the tests are written, and the command runs. `verdict` is that of
+the reward `script`: "exit", or "reward_file".
 
-What this cannot protect: unless `separate`, the tests run where the agent could change any program and library.
+What this cannot protect: unless `separate`, the tests run where the agent could change any program and library. With
+`processes`, a program that the agent left can also read the tests and write the verdict while they run.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ class HarborReward(Script):
             return Grade(0.0, evidence={"unwritable": str(error)}, grader=self.name)
 
     async def weaknesses(self, episode: Episode) -> str:
-        return ""
+        if not episode.task.processes:
+            return ""
+        return "what the agent left running is there while the tests run, and can change their verdict"
 
     @contextlib.asynccontextmanager
     async def _machine(self, episode: Episode, grading: _Grading) -> AsyncIterator[Machine]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,6 +19,8 @@ from rollmill.machines.oci.kept_images import Kept
 
 HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"
 _HOST_VALUE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
+_PROCESSES = re.compile(r"\b(127\.0\.0\.1|0\.0\.0\.0|localhost|pgrep|pidof|psutil|tmux|systemctl|ps -?[aex]\w*)\b")
+_CANARY = re.compile(r"\s*(<!--|#).*canary|.*canary guid|.*benchmark data should never appear", re.IGNORECASE)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -104,10 +107,15 @@ def hidden_files(folder: Path, inside: str) -> dict[str, Any]:
     return files
 
 
+def look_for_processes(tests: Mapping[str, Any]) -> bool:
+    """Whether the files of tests name an address of their own computer, or a program that lists processes."""
+    return any(isinstance(text, str) and _PROCESSES.search(text) for text in tests.values())
+
+
 def without_canary(text: str) -> str:
     """An instruction without the canary that datasets put above it."""
     lines = text.splitlines()
-    while lines and ("canary" in lines[0].lower() or not lines[0].strip()):
+    while lines and (_CANARY.match(lines[0]) or not lines[0].strip()):
         lines.pop(0)
     if not lines:
         raise TaskError("the instruction is empty", hint="say what the agent is asked")

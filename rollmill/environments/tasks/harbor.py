@@ -9,8 +9,9 @@
     reward.txt or reward.json   its exit code                the verdict
 
 Nothing is rewritten: the machine is the image, with /app, /tests and /logs where they are. An image is built once for
-the same Dockerfile, context and variables. Tests run in the state in which the agent left its machine, files alone, or
-as the task says in a clean machine with its artifacts (`environment_mode = "separate"`). Grade with the reward
+the same Dockerfile, context and variables. Tests run in the state in which the agent left its machine, files alone. If
+the task says `environment_mode = "shared"`, or its tests look for a running process, they run in the agent's machine
+with its processes, as Harbor does. With "separate" it is a clean machine with the artifacts. Grade with the reward
 `harbor`. terminal_bench.py reads the other format.
 """
 
@@ -34,6 +35,7 @@ from rollmill.environments.tasks.benchmark_folder import (
     Positive,
     hidden_files,
     host_values,
+    look_for_processes,
     promise,
     without_canary,
 )
@@ -144,6 +146,7 @@ def _read_harbor(folder: Path, build: BuildConfig) -> Task:
         tags=tags,
         timeout_s=entry.agent.timeout_sec,
         needs=_needs(folder, entry),
+        processes=not separate and (entry.verifier.environment_mode == "shared" or look_for_processes(tests)),
     )
 
 

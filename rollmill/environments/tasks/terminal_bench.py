@@ -14,6 +14,7 @@ from rollmill.environments.tasks.benchmark_folder import (
     Environment,
     Lenient,
     hidden_files,
+    look_for_processes,
     promise,
     without_canary,
 )
@@ -41,6 +42,7 @@ def read_terminal_bench(folder: Path, build: BuildConfig) -> Task:
         hint = "tasks of several containers are not supported: leave this task out"
         raise TaskError(f"{_COMPOSE}: services: {', '.join(map(str, services))}", hint=hint)
     run_tests = (folder / "run-tests.sh").read_text(encoding="utf-8")
+    tests = {**hidden_files(folder / "tests", "/tests"), "/tests/run-tests.sh": run_tests}
     script = folder / "solution.sh"
     tags = {name: text for name, text in {"difficulty": entry.difficulty, "category": entry.category}.items() if text}
     return Task(
@@ -51,7 +53,7 @@ def read_terminal_bench(folder: Path, build: BuildConfig) -> Task:
         grading={
             "kind": "harbor",
             "verdict": "exit",
-            "files": {**hidden_files(folder / "tests", "/tests"), "/tests/run-tests.sh": run_tests},
+            "files": tests,
             "command": ["bash", "/tests/run-tests.sh"],
             "env": {"TEST_DIR": "/tests"},
             "timeout_s": entry.max_test_timeout_sec,
@@ -61,6 +63,7 @@ def read_terminal_bench(folder: Path, build: BuildConfig) -> Task:
         tags=tags,
         timeout_s=entry.max_agent_timeout_sec,
         needs=Needs(file=str(folder / TERMINAL_BENCH)),
+        processes=look_for_processes(tests),
     )
 
 

@@ -122,16 +122,16 @@ async def obtain_image(name: str, config: AgentMachineConfig) -> Image:
         state, known = _loaded.get(name, (None, None))
         if known is not None and state == Kept(images_directory()).state(name):
             return known
-        return await asyncio.to_thread(load_oci, name)
+        return await asyncio.to_thread(load_oci, name, config.image_store)
     folder = config.images is not None and Path(config.images, name).is_dir()
     if config.image_store is not None and name != BUILT_IN and not folder and find_record(name) is None:
         await asyncio.to_thread(_fetch_once, name, config.image_store)
     return load_image(name, config.images, max_bytes=config.image_mb << 20)
 
 
-def load_oci(name: str) -> Image:
+def load_oci(name: str, store: str | None = None) -> Image:
     """An OCI image, fetched and unpacked if it is not on this host. TaskError: it cannot be had."""
-    kept = Kept(images_directory())
+    kept = Kept(images_directory(), store)
     found = kept.obtain(name)
     image = Image(name, found.digest, whole=found.root(kept.trees))
     _loaded[name] = (kept.state(name), image)

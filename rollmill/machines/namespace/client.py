@@ -40,6 +40,7 @@ class Seen(NamedTuple):
     root: str | None = None
     architecture: str | None = None  # of the root's programs, if it is not this host's
     image: ImageRoot | None = None  # a whole OCI image
+    made: tuple[int, ...] = ()  # which directories these are: one that was removed and made again is another one
 
 
 _NOTHING = Seen()
@@ -148,7 +149,9 @@ class NamespaceHost(MachineHost):
 
     def _host_of(self, image: Image) -> NamespaceHost:
         """The host whose machines see what the image has. TaskError: its programs cannot run here."""
-        sees = Seen(image.packages, image.root, emulated(image), image.whole)
+        found = [os.stat(place) for place in (image.packages, image.root) if place is not None]
+        made = tuple(number for each in found for number in (each.st_ino, each.st_ctime_ns))
+        sees = Seen(image.packages, image.root, emulated(image), image.whole, made)
         if sees in (_NOTHING, self._sees):
             return self
         return self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
@@ -438,7 +441,7 @@ def emulated(image: Image) -> str | None:
 
 
 def _launch(control: socket.socket, config: NamespaceConfig, sees: Seen) -> subprocess.Popen[bytes]:
-    words = [f"{__package__}.launch", str(control.fileno()), json.dumps(config.limits()), json.dumps(sees)]
+    words = [f"{__package__}.launch", str(control.fileno()), json.dumps(config.limits()), json.dumps(sees[:-1])]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", *words],
         stdin=subprocess.DEVNULL,

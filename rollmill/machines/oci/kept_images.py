@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import Field, ValidationError
 
@@ -26,18 +25,12 @@ from rollmill.machines.oci.image_reference import PREFIX, Reference, parse
 from rollmill.machines.oci.oci_image import OciImage
 from rollmill.machines.oci.oci_layout import Layout, open_archive
 from rollmill.machines.oci.registry_client import Registry
+from rollmill.machines.oci.stored_images import Source, StoredImage, stored_digest
+from rollmill.storage.objects import Objects
 
 BUILT_HERE = "localhost"  # the registry in names of images that were built on this host
 _AT_ONCE = 4  # layers that are fetched and unpacked at the same time
 _in_process = threading.Lock()  # the machines of a group ask for the same image at once
-
-
-class Source(Protocol):
-    """Where an image comes from. Each raises TaskError."""
-
-    def manifest(self, tag: str) -> Descriptor: ...
-    def document(self, descriptor: Descriptor) -> bytes: ...
-    def blob(self, descriptor: Descriptor) -> Path: ...
 
 
 class Name(Config):
@@ -52,7 +45,9 @@ class Name(Config):
 class Kept:
     """The directory of all OCI images of this host."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, store: str | None = None) -> None:
+        """`store`: an object store that is asked before a registry, and gets what a registry or a build gave."""
+        self._store = store
         self.root = root / "oci"
         self.trees = self.root / "trees"
 
@@ -91,8 +86,10 @@ class Kept:
             if not again and (found := self.find(image)) is not None:
                 return found
             seen = _state_of(reference)
-            with self._source(reference) as source:
+            with self._source(reference, again) as source:
                 found = self._make(reference, source)
+                if isinstance(source, StoredImage):
+                    source.finish(reference, found.digest)
             self._write(self._record(found.digest), found)
             name = Name(reference=reference.text, digest=found.digest, seen=seen, looked_up=time.time())
             self._write(self._name(reference), name)
@@ -236,7 +233,27 @@ class Kept:
         return taken
 
     @contextlib.contextmanager
-    def _source(self, reference: Reference) -> Iterator[Source]:
+    def _source(self, reference: Reference, again: bool) -> Iterator[Source]:
+        """The store, if there is one and the name means the same on every host; else where the image is from."""
+        built_here = reference.registry == BUILT_HERE
+        if self._store is None or reference.path is not None:
+            own = True
+        else:  # the names of tasks are those of what they are built from
+            own = built_here and not self._load_recipe(reference).content
+        if own:
+            with self._origin(reference) as source:
+                yield source
+            return
+        store, blobs = Objects.open(str(self._store)), self.root / "blobs" / "sha256"
+        digest = None if again else stored_digest(store, reference)
+        if digest is not None:
+            yield StoredImage(store, blobs, digest=digest)
+            return
+        with self._origin(reference) as source:
+            yield StoredImage(store, blobs, source)
+
+    @contextlib.contextmanager
+    def _origin(self, reference: Reference) -> Iterator[Source]:
         if reference.registry == BUILT_HERE:
             with built(self._load_recipe(reference)) as layout:
                 yield layout

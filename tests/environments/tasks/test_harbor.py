@@ -14,6 +14,7 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.rewards.harbor import HarborReward
 from rollmill.environments.task import Needs
 from rollmill.environments.task_machine import create_machine
+from rollmill.environments.tasks.benchmark_folder import without_canary
 from rollmill.environments.tasks.harbor import HarborConfig, HarborTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
 from rollmill.errors import TaskError
@@ -175,6 +176,10 @@ def folders_of_all_kinds(root: Path) -> None:
         root, "apart", task_toml=SEPARATE, solution__solve_sh=solve, tests__test_sh=apart,
         environment__Dockerfile="FROM ubuntu:24.04\nWORKDIR /app\nRUN touch ready\n",
     )  # fmt: skip
+    serve = "#!/bin/bash\nmkdir -p www; echo up > www/state\nbusybox httpd -f -p 127.0.0.1:8080 -h www > log 2>&1 &\n"
+    asks = "#!/bin/bash\nwget -q -O - 127.0.0.1:8080/state | grep up && r=1\necho ${r:-0} > /logs/verifier/reward.txt\n"
+    base = "FROM ubuntu:24.04\nWORKDIR /app\n"
+    harbor(root, "serves", environment__Dockerfile=base, solution__solve_sh=serve, tests__test_sh=asks)
     again = terminal_bench(root)
     (again / "run-tests.sh").write_text("#!/bin/bash\ngrep -qx 4 $TEST_DIR/../app/result.txt\n")
 
@@ -186,10 +191,11 @@ async def test_folders_are_built_and_checked_on_real_machines(
 ) -> None:
     folders_of_all_kinds(tmp_path)
     tasks = load(tmp_path, stand_ins)
-    assert not tasks.problems and len(tasks.tasks) == 3
+    assert not tasks.problems and len(tasks.tasks) == 4
     for task in tasks.tasks.values():
-        checked = await check_task(task, large, HarborReward(), repeat=1)
+        checked = await check_task(task, large, HarborReward(), repeat=2)
         assert (checked.reference, checked.nothing, checked.problems) == (1.0, 0.0, ()), checked
+        assert task.processes == (task.id == "serves") == ("left running" in checked.weak)
     for needs, why in (
         (
             Needs("t/task.toml", memory_mb=1 << 20, network=()),
@@ -330,6 +336,12 @@ async def test_the_reward_file_decides(
     assert (reward.value, reward.parts) == (value, parts), reward
     if value == 0.0:
         assert "no_reward" in reward.evidence
+
+
+def test_a_canary_is_no_part_of_an_instruction_that_speaks_of_one() -> None:
+    asked = "Write `canary test` to /app/canary.txt."
+    for above in ("", "<!-- harbor-canary 1 -->\n", "# BENCHMARK DATA SHOULD NEVER APPEAR\n# canary GUID 1\n\n"):
+        assert without_canary(f"{above}{asked}\n") == asked
 
 
 MALFORMED = {

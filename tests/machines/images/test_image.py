@@ -70,6 +70,23 @@ async def image_host() -> AsyncIterator[NamespaceHost]:
     await host.close()
 
 
+async def test_an_image_that_was_removed_and_built_again_while_machines_run(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    digests = []
+    host = await start_host(CONFIG)
+    try:
+        for _ in range(2):
+            digests.append(build_image("own", requirements=store / "requirements.txt").digest)
+            machine = await host.create("own")
+            assert (await machine.exec(["greet", "you"])).output == b"hello you\n"
+            remove_image("own")
+    finally:
+        await host.close()
+    assert digests[0] == digests[1]
+
+
 async def test_the_machines_of_an_image_have_its_packages_and_programs(image_host: NamespaceHost) -> None:
     machine = await image_host.create("greeter", {"x": b"1"})
     assert (await machine.exec(["greet", "you"])).output == b"hello you\n"

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.errors import TaskError
-from rollmill.machines.machine import Machine
+from rollmill.errors import MachineError, TaskError
+from rollmill.machines.lasting import LastingMachine
+from rollmill.machines.machine import Machine, release
 from rollmill.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.machines.oci.kept_images import Kept
 from tests.machines.conftest import BARE, start_host
@@ -326,3 +327,20 @@ async def test_images_in_use_are_not_removed(images: Path, busybox: str) -> None
         kept.remove(busybox)
     await machine.close()
     await host.close()
+
+
+async def test_what_commands_leave_lives_on_and_grading_gets_it(host: NamespaceHost, busybox: str) -> None:
+    machine = LastingMachine(await host.create(busybox))
+    try:
+        await machine.exec(["sh", "-c", "echo up > state; httpd -f -p 8080 &"])
+        heard = await machine.exec(["sh", "-c", "cat; wget -q -O - 127.0.0.1:8080/state"], stdin=b"said ")
+        assert (heard.exit_code, heard.output) == (0, b"said up\n")
+        assert (await machine.exec(["sleep", "60"], timeout_s=0.2)).stopped == "time"
+    finally:
+        left = machine.keep()
+        await machine.close()
+    heard = await left.state.exec(["wget", "-q", "-O", "-", "127.0.0.1:8080/state"])
+    assert heard.output == b"up\n", "closed is not ended"
+    await release(host, left)
+    with pytest.raises(MachineError):
+        await left.state.exec(["true"])

@@ -20,12 +20,16 @@ from typing import Any
 
 import pytest
 
+from rollmill import tls
 from rollmill.errors import TaskError
 from rollmill.machines.oci import registry_client
 from rollmill.machines.oci.image_reference import parse
 from rollmill.machines.oci.kept_images import Kept
 from rollmill.machines.oci.registry_client import Registry, _is_safe
+from rollmill.storage.objects import Objects
+from tests.launch.test_tls import make_ca
 from tests.machines.oci.making import entry, run, tar_of, write_layout
+from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("docker-registry", "skopeo", "perl"))),
@@ -36,7 +40,7 @@ _CONFIG = """\
 version: 0.1
 log: {{level: error}}
 storage: {{filesystem: {{rootdirectory: {directory}/registry}}}}
-http: {{addr: "127.0.0.1:{port}"}}
+http: {{addr: "127.0.0.1:{port}", {tls}}}
 {auth}
 """
 
@@ -47,11 +51,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def registry(directory: Path, auth: str = "") -> Iterator[str]:
+def registry(directory: Path, auth: str = "", tls: str = "") -> Iterator[str]:
     port = free_port()
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "config.yml"
-    config.write_text(_CONFIG.format(directory=directory, port=port, auth=auth))
+    config.write_text(_CONFIG.format(directory=directory, port=port, auth=auth, tls=tls))
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(["docker-registry", "serve", str(config)], stdout=log, stderr=log)
     try:
@@ -361,3 +365,59 @@ async def test_many_who_want_an_image_at_once_pull_it_once(tmp_path: Path, layou
         found = await asyncio.gather(*(asyncio.to_thread(kept.obtain, name_of(server)) for _ in range(6)))
         assert len({each.digest for each in found}) == 1
         assert len([path for path, _ in server.asked if "/blobs/" in path]) == 4
+
+
+@pytest.mark.slow
+def test_of_two_hosts_one_asks_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two directories of images are two hosts; the store is a server process that speaks S3."""
+    for key, value in s3_environment(s3_server()).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(registry_client, "_TRIES", 1)
+    store = new_bucket()
+    with registry(tmp_path / "registry") as host:
+        push(write_layout(tmp_path / "base", LAYERS[:1]), host, "base:v1")
+        push(write_layout(tmp_path / "shop", LAYERS), host, "shop:v1")
+        shop, base = f"oci:{host}/shop:v1", f"oci:{host}/base:v1"
+        first = Kept(tmp_path / "a")
+        first.obtain(base)  # before there was a store: its layer is here, and not there
+        found = Kept(tmp_path / "a", store).obtain(shop)
+    second = Kept(tmp_path / "b", store)
+    assert second.obtain(shop) == found and second._whole(found)
+    named = f"oci:{host}/shop@{found.digest}"
+    with pytest.raises(TaskError, match="does not answer"):
+        Kept(tmp_path / "c", store).obtain(base)  # nobody has written it
+    with pytest.raises(TaskError, match="does not answer"):
+        Kept(tmp_path / "c", store).obtain(named)
+    objects = Objects.open(store)
+    largest = max(objects.list("images/oci/blobs/"), key=lambda key: objects.head(key) or 0)
+    objects.put(largest, b"something else")
+    with pytest.raises(TaskError, match="has sha256:"):
+        Kept(tmp_path / "d", store).obtain(shop)
+    assert not list((tmp_path / "d").rglob("images/*.json")), "nothing is half there"
+
+
+def test_a_registry_with_a_certificate_of_an_own_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a registry on this computer may be asked by HTTP, so this one has a name, which leads to loopback here."""
+    make_ca(tmp_path / "tls", "registry.test")
+    found = socket.getaddrinfo
+
+    def look_up(name: str, *arguments: Any, **options: Any) -> Any:
+        return found("127.0.0.1" if name == "registry.test" else name, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(registry_client, "_TRIES", 1)
+    monkeypatch.setattr(tls, "_context", None)
+    for key in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    files = f'tls: {{certificate: "{tmp_path}/tls/host.pem", key: "{tmp_path}/tls/host.key"}}'
+    with registry(tmp_path / "registry", tls=files) as host:
+        layout = write_layout(tmp_path / "layout", LAYERS)
+        push(layout, host, "shop:v1")
+        name = f"oci:registry.test:{host.partition(':')[2]}/shop:v1"
+        with pytest.raises(TaskError, match="CERTIFICATE_VERIFY_FAILED"):
+            Kept(tmp_path / "a").obtain(name)
+        tls.trust(str(tmp_path / "tls/ca.pem"))
+        assert Kept(tmp_path / "b").obtain(name).bytes == 900_000
+        other = name.replace("registry.test", "localhost")
+        with pytest.raises(TaskError):  # it is asked by HTTP
+            Kept(tmp_path / "c").obtain(other)

@@ -1,4 +1,4 @@
-"""A machine as Harbor uses it: commands whose background processes live on, and files anywhere.
+"""A machine as a container is used: commands whose background processes live on, and files anywhere.
 
 Commands of a machine end with everything they started. Harbor's agents start servers and terminal multiplexers with
 one command, and use them with the next. So one process, the keeper, is started in the machine and runs the commands:
@@ -25,9 +25,10 @@ from rollmill.machines.machine import Machine, Process
 
 _PLACE = "/tmp/.harbor"  # noqa: S108  in a machine
 _KEEPER = f"""mkdir -p {_PLACE} && cd {_PLACE} && mkfifo orders && exec 3<>orders && touch ready
+shell=$(command -v bash || echo sh)
 while read -r order <&3; do
-    setsid bash -c 'exec 3<&-; echo $$ > "$0.pid"; bash "$0.sh" > "$0.out" 2> "$0.err" < /dev/null
-        echo $? > "$0.part"; mv "$0.part" "$0.code"' "$order" &
+    setsid "$shell" -c 'exec 3<&-; echo $$ > "$0.pid"; "$1" "$0.sh" > "$0.out" 2> "$0.err" < /dev/null
+        echo $? > "$0.part"; mv "$0.part" "$0.code"' "$order" "$shell" &
 done
 """
 _WAIT = f"""cd {_PLACE} || exit 3
@@ -50,8 +51,8 @@ class Done(NamedTuple):
     exit_code: int
 
 
-class HarborShell:
-    """`cwd` is where commands begin."""
+class BackgroundShell:
+    """Commands of one machine. `cwd` is where they begin."""
 
     def __init__(self, machine: Machine, cwd: str) -> None:
         self.machine = machine
@@ -62,17 +63,26 @@ class HarborShell:
 
     async def start(self) -> None:
         """Start the keeper."""
-        self._keeper = await self.machine.start(["bash", "-c", _KEEPER])
+        self._keeper = await self.machine.start(["sh", "-c", _KEEPER])
         await self._run(["sh", "-c", f"until [ -e {_PLACE}/ready ]; do sleep 0.02; done"])
 
     async def exec(
-        self, command: str, cwd: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        stdin: bytes = b"",
     ) -> Done:
         """TimeoutError: it took longer, and it and its session have been ended. MachineError: the machine has ended."""
         keeper = await self._running_keeper()
         number = str(next(self._numbers))
         variables = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]
-        lines = [*variables, f"cd {shlex.quote(cwd or self._cwd)} || exit 126", command]
+        lines = [*variables, f"cd {shlex.quote(cwd or self._cwd)} || exit 126"]
+        if stdin:
+            await self.machine.write(f"{_PLACE}/{number}.in", stdin)
+            lines += [f"exec < {_PLACE}/{number}.in"]
+        lines += [command]
         script = "\n".join([*lines, ""]).encode("utf-8", "replace")
         slowdown = self.machine.capabilities.slowdown
         try:
@@ -84,6 +94,9 @@ class HarborShell:
             raise
 
     async def _running_keeper(self) -> Process:
+        async with self._starting:
+            if self._keeper is None:
+                await self.start()
         keeper = self._keeper
         assert keeper is not None
         if (await keeper.state()).exit_code is not None:
