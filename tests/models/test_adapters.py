@@ -232,6 +232,16 @@ def test_peft_computes_the_same_with_the_adapter_alone(name: str, tmp_path: Path
     torch.testing.assert_close(our_logits(model, tokens_of()), expected, atol=5e-5, rtol=1e-4)
 
 
+def test_adapters_of_experts_have_no_files_for_peft(tmp_path: Path) -> None:
+    make_checkpoint("qwen3 moe", tmp_path)
+    config, _ = load_checkpoint(tmp_path)
+    layout = read_layout(read_json(tmp_path / CONFIG))
+    with pytest.raises(WeightsError, match="PEFT has no names for layers"):
+        adapter_files(layout, to_host(begun(config).state_dict()))
+    attention = begun(config, Adapter(rank=8, targets=("attention",)))
+    assert b"q_proj" in adapter_files(layout, to_host(attention.state_dict()))["adapter_config.json"]
+
+
 def test_a_version_without_an_adapter_has_no_files_for_peft(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     _, model = load_checkpoint(tmp_path)

@@ -11,8 +11,8 @@ from rollmill.cli.main import app
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError
-from rollmill.models.config import ModelConfig
-from rollmill.models.counts import active_parameters, all_parameters
+from rollmill.models.config import Adapter, ModelConfig, with_adapter
+from rollmill.models.counts import active_parameters, adapter_parameters, all_parameters
 from rollmill.runs.plan import GPUS, cache_bytes, decode_seconds, delta_bytes, pass_seconds, plan, plan_trainer
 from rollmill.runs.run import RunConfig
 from rollmill.training.config import TrainingConfig
@@ -102,6 +102,18 @@ def test_the_memory_of_a_training_step(model: ModelConfig, recompute: bool, toke
     training = TrainingConfig(recompute_mlp=recompute, tokens_per_microbatch=tokens)
     planned = plan_trainer(model, training, H200, 1, 2048)
     assert (planned.bytes - 4 * all_parameters(model)) / 2**30 == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("model", "seconds", "gib", "close"),
+    [(LLAMA_1B, 0.1783, 18.2, 0.08), (LLAMA_8B, 0.9382, 71.6, 0.08), (qwen3_30b(48), 0.7166, 118.9, 0.12)],
+)
+def test_a_step_of_an_adapter(model: ModelConfig, seconds: float, gib: float, close: float) -> None:
+    adapted = with_adapter(model, Adapter(rank=16))
+    planned = plan_trainer(adapted, TrainingConfig(recompute_mlp=False, tokens_per_microbatch=16384), H200, 1, 2048)
+    assert 16384 / planned.tokens_per_second == pytest.approx(seconds, rel=close)
+    assert (planned.bytes - 4 * adapter_parameters(adapted)) / 2**30 == pytest.approx(gib, rel=0.08)
+    assert delta_bytes(adapted, "bf16", 1e-4) < 0.02 * delta_bytes(model, "bf16", 1e-4) * 24
 
 
 @pytest.mark.parametrize(

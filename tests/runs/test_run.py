@@ -11,6 +11,7 @@ import pytest
 
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
+from rollmill.models.config import Adapter
 from rollmill.runs.run import SECRETS, RunDirectory
 from rollmill.runs.saved import FORMAT
 from rollmill.storage.database import open_database
@@ -41,6 +42,7 @@ from tests.trajectories.build import start_group
         ("model.layer=3", "did you mean 'model.layers'?"),
         ('regions=["home"]', "'regions' is replaced by [[engines]]"),
         ('engines=[{count=2},{region="home-2"}]', "two engines are called 'home-2'"),
+        ("stages.rl.training.adapter.rank=7", "adapter.rank: "),
         ('engines=[{region="../away"}]', "region: String should match pattern"),
         ("engines=[{count=0}]", "count: "),
         ("engines=[{cuont=2}]", "unknown key 'cuont'; did you mean 'count'?"),
@@ -79,6 +81,21 @@ def test_exact_numerics_need_keys_and_values_as_they_are() -> None:
     with pytest.raises(ConfigError, match=r"engine\.fp8_kv"):
         make_config("numerics=exact", "engine.fp8_kv=true")
     assert make_config("engine.fp8_kv=true").engine.fp8_kv
+
+
+def test_an_adapter_is_of_its_stage_and_those_after_it_begin_with_what_it_added() -> None:
+    config = make_config("stages.midtrain.training.adapter.rank=8")
+    assert config.model_of("midtrain").adapter == Adapter(rank=8) == config.model_of("midtrain.2").adapter
+    assert config.model_of("rl").adapter is None and config.model_of("base").adapter is None
+    cycles = make_config("stages.rl.training.adapter.targets=['experts']").model_of("cycle-3")
+    assert cycles.adapter is not None and cycles.adapter.targets == ("experts",)
+    for given, why in (
+        ("stages.rl.training.ranks=2", "an adapter is trained by one rank so far"),
+        ("engines=[{kind='vllm'}]", "vLLM engines serve none yet"),
+        ("stages.rl.training.adapter.targets=['mlp']", "the model has no mlp"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            make_config("stages.rl.training.adapter.rank=8", given)
 
 
 def test_every_mistake_is_listed_at_once() -> None:

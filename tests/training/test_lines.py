@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from rollmill.errors import TrainingError, WeightsError
+from rollmill.models.config import Adapter, with_adapter
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import load_host
+from rollmill.models.merging import merged
 from rollmill.models.quantize import dequantised, quantises
 from rollmill.training import state
 from rollmill.training.config import OptimizerConfig, TrainingConfig
@@ -21,7 +23,7 @@ from rollmill.weights.reading.leases import Leases
 from rollmill.weights.reading.weight_store import newest_line
 from rollmill.weights.regions.collection import collect
 from rollmill.weights.writing.publisher import Publisher
-from tests.training.world import PACE, STEPS, TRAINING, World
+from tests.training.world import MODEL, PACE, STEPS, TRAINING, World
 from tests.weights.build import make_tensors
 
 
@@ -326,3 +328,24 @@ def test_a_large_state_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
     straight.trainer().run(2)
     world.trainer().run(2)
     assert world.chain() == straight.chain()
+
+
+@pytest.mark.parametrize("then", [None, Adapter(rank=8), Adapter(rank=16)], ids=["none", "the same", "another"])
+def test_what_follows_an_adapter(then: Adapter | None, tmp_path: Path):
+    """The same adapter goes on from its masters. Others begin with weights that hold what it added."""
+    world = World(tmp_path, with_adapter(MODEL, Adapter(rank=8)))
+    world.add_steps()
+    world.trainer().run(2)
+    last = Version("main", 2)
+    world.model = with_adapter(MODEL, then)
+    second = second_line(world, last)
+    second.run(0)
+    first, before = world.weights.load(Version("second", 0)), world.weights.load(last)
+    same = then == Adapter(rank=8)
+    assert (world.weights.manifest(Version("second", 0)).digest == world.weights.manifest(last).digest) == same
+    for name, tensor in (before if same else merged(before)).items():
+        assert first[name].data.tobytes() == tensor.data.tobytes(), name
+    if then is not None:
+        masters = second._optimizer.state()
+        began = [masters[name].any() for name in masters if name.endswith("_adapter.b") and name.startswith("master.")]
+        assert len(began) == 8 and all(bool(each) == same for each in began), "a new adapter adds nothing yet"

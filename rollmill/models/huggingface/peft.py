@@ -30,7 +30,13 @@ def adapter_files(layout: Layout, tensors: Tensors) -> dict[str, bytes]:
         raise WeightsError(
             "this version has no adapter", hint="leave out --adapter: the whole model is written, as it was trained"
         )
-    rank = next(shape[0] if len(shape) == 2 else shape[2] for name, shape in shapes.items() if name.endswith(".a"))
+    odd = next((name for name in shapes if ".mlp." in name and layout.model.experts), None)
+    if odd is not None:
+        raise WeightsError(
+            f"PEFT has no names for {odd}: it renames the MLPs of a mixture of experts by rules of its own",
+            hint="leave out --adapter: the adapter is merged; or train one with targets = ['attention']",
+        )
+    rank = next(shape[0] for name, shape in shapes.items() if name.endswith(".a"))
     found = dict(_matrices(layout, tensors))
     config = {
         "peft_type": "LORA",
@@ -48,9 +54,7 @@ def adapter_files(layout: Layout, tensors: Tensors) -> dict[str, bytes]:
 def _matrices(layout: Layout, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     for name in adapted_names(tensors):
         a, b = (place(tensors[f"{name}_adapter.{part}"], _HOST) for part in "ab")
-        views = list(named_views(layout, {name: b}))  # of each of their matrices, one expert after the other
-        for number, each in enumerate(views):
+        for each in named_views(layout, {name: b}):
             module = f"base_model.model.{each.name.removesuffix('.weight')}"
-            own = a if a.dim() == 2 else a[number * len(a) // len(views)].t()
-            yield f"{module}.lora_A.weight", own.clone(memory_format=torch.contiguous_format)
+            yield f"{module}.lora_A.weight", a.clone()
             yield f"{module}.lora_B.weight", each.theirs().clone(memory_format=torch.contiguous_format)

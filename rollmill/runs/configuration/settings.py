@@ -267,6 +267,11 @@ class RunConfig(Config):
         twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"two engines are called {twice!r}: a region cannot have the name of another one's engine")
+        adapted = next((stage.name for stage in self.stages if stage.training.adapter is not None), None)
+        if adapted is not None and any(table.kind == "vllm" for table in self.engines):
+            raise ValueError(
+                f"stage {adapted!r} trains an adapter, and vLLM engines serve none yet: leave `kind` out in [[engines]]"
+            )
         if self.device == "cpu" and any(table.gpus for table in self.engines):
             raise ValueError("a table of [[engines]] has `gpus`, but `device` is 'cpu'")
         if self.numerics == "exact" and self.form not in map(self.form_of, self.engine_specs):

@@ -115,7 +115,7 @@ def _shards(entries: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
             size = 0
         shards[-1].append(entry)
         size += entry.size
-    return shards
+    return [shard for shard in shards if shard]
 
 
 def _write_shards(draft: Path, shards: list[list[Entry]], advance: Advance) -> None:
