@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from rollmill.machines.images.image import BUILT_IN
 from rollmill.machines.namespace.client import NamespaceConfig
 from rollmill.machines.qemu.host import QemuConfig, QemuHost
 from rollmill.machines.qemu.parts import find_parts
+from tests.inference.world import until
 from tests.machines.conftest import run_python, start_host
 
 
@@ -55,6 +57,12 @@ def ask(head):
 """
 
 
+async def logged(log: Path, count: int) -> list[dict[str, Any]]:
+    """The lines of the log. A connection's line is written when it has ended, which its client does not wait for."""
+    await until(lambda: len(log.read_text().splitlines()) >= count)
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
 async def test_only_names_on_the_list_are_reached_and_all_is_logged(port: int, tmp_path: Path) -> None:
     log = tmp_path / "egress.jsonl"
     config = NamespaceConfig(egress=[f"127.0.0.1:{port}", "localhost"], egress_log=str(log))
@@ -82,7 +90,7 @@ async def test_only_names_on_the_list_are_reached_and_all_is_logged(port: int, t
         fetch = f"import urllib.request as u; print(u.urlopen('http://127.0.0.1:{port}/lib').status)"
         result = await machine.exec(["env", "-u", "no_proxy", "python", "-c", fetch], timeout_s=20)
         assert result.output == b"200\n", result  # programs find the proxy by themselves
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        lines = await logged(log, 5)
         assert [line.get("refused") for line in lines] == [
             None,
             None,

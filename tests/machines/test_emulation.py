@@ -73,14 +73,14 @@ def _has_rule_for_all(program: Path) -> bool:
         return False
 
 
-async def test_slowdown_is_measured_once_and_leaves_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slowdown_is_measured_once_and_leaves_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     host = NamespaceHost()
     obtain_real, create_real = client.obtain_image, host.create
     measured, made = list[Machine](), list[NamespaceMachine]()
 
     async def obtain(name: str, config: AgentMachineConfig) -> Image:
         if name == "other":
-            return Image(name, root="/absent", architecture=OTHER)
+            return Image(name, root=str(tmp_path), architecture=OTHER)
         return await obtain_real(name, config)
 
     async def create(name: str) -> NamespaceMachine:

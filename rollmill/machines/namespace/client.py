@@ -149,7 +149,13 @@ class NamespaceHost(MachineHost):
 
     def _host_of(self, image: Image) -> NamespaceHost:
         """The host whose machines see what the image has. TaskError: its programs cannot run here."""
-        found = [os.stat(place) for place in (image.packages, image.root) if place is not None]
+        try:
+            found = [os.stat(place) for place in (image.packages, image.root) if place is not None]
+        except FileNotFoundError as error:
+            raise TaskError(
+                f"machine image {image.name!r} is not whole: {error.filename} is gone",
+                hint="`rollmill images build` or `pull` makes it again",
+            ) from None
         made = tuple(number for each in found for number in (each.st_ino, each.st_ctime_ns))
         sees = Seen(image.packages, image.root, emulated(image), image.whole, made)
         if sees in (_NOTHING, self._sees):
