@@ -23,7 +23,7 @@ from rollmill.models.huggingface.peft import adapter_files
 from rollmill.models.merging import adapter_of, merged
 from rollmill.models.moe import Replay
 from rollmill.models.packed_attention import packed_attention
-from tests.kernels import cuda
+from tests.kernels import devices
 from tests.models.checkpoints import load_checkpoint, make_checkpoint, our_logits, their_logits, tokens_of
 
 ADAPTER = Adapter(rank=8, alpha=24.0)
@@ -37,7 +37,6 @@ MODELS = {
         update={"experts": 8, "experts_per_token": 3, "expert_width": 48, "shared_experts": 1, "dense_layers": 1}
     ),
 }
-DEVICES = ["cpu", pytest.param("cuda", marks=cuda)]
 
 
 def begun(model: ModelConfig, adapter: Adapter = ADAPTER, device: str = "cpu") -> Decoder:
@@ -78,7 +77,7 @@ def passed(model: Decoder, routes: Tensor | None = None, lengths: tuple[int, ...
     return model(tokens, packed_positions(lengths).to(device), attend, replay)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("name", MODELS)
 def test_an_adapted_model_computes_what_the_merged_one_does(name: str, device: str) -> None:
     model = begun(MODELS[name], device=device)
@@ -92,7 +91,7 @@ def test_an_adapted_model_computes_what_the_merged_one_does(name: str, device: s
     assert (found - expected).norm() < close * expected.norm() < 0.1 * (without - expected).norm()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("recompute", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_that_the_merged_weights_give(name: str, recompute: int, device: str) -> None:
