@@ -155,7 +155,7 @@ def _absolute(annotation: Any, value: Any, directory: Path) -> Any:
     """A setting's value with absolute paths, also those of the sections in it."""
     members = (annotation, *typing.get_args(annotation))
     if isinstance(value, str):
-        here = value and LocalPath in members and not value.startswith("hf://")
+        here = value and LocalPath in members and "://" not in value
         return str(directory.absolute() / Path(value).expanduser()) if here else value
     for section in members:
         if isinstance(section, type) and issubclass(section, KindSection):

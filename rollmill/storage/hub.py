@@ -137,10 +137,8 @@ def _headers(api: HfApi, *, same_host: bool) -> dict[str, str]:
     return theirs.build_hf_headers(token=api.token if same_host else False)
 
 
-def local_path(path: str) -> str:
-    """The path itself, or where the files of an hf:// path are now."""
-    if not path.startswith(SCHEME):
-        return path
+def dataset_path(path: str) -> str:
+    """Where the files of an hf:// path are now."""
     owner, name, *inner = path.removeprefix(SCHEME).split("/", 2)
     repository = Repository.parse(f"{owner}/{name}", "dataset")
     if repository is None:

@@ -15,7 +15,7 @@ from rollmill.config import Config, explain_problems
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.task_splits import Splits, TaskFileConfig
 from rollmill.errors import TaskError
-from rollmill.storage.hub import local_path
+from rollmill.storage.fetched import local_path
 from rollmill.storage.parquet import PARQUET, json_lines
 
 MAX_LINE = 1 << 26  # bytes

@@ -25,7 +25,7 @@ from rollmill.environments.tasks.listed import TRAIN, FiniteTasks, digest
 from rollmill.environments.tasks.task_splits import Splits, TaskFileConfig
 from rollmill.environments.train_index import TrainIndex
 from rollmill.errors import TaskError
-from rollmill.storage.hub import local_path
+from rollmill.storage.fetched import local_path
 
 CHECKED = 10_000
 

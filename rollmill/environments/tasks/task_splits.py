@@ -25,7 +25,8 @@ HELDOUT = "heldout"
 class TaskFileConfig(Config):
     path: LocalPath = Field(
         description="The file or directory with the tasks. A relative path starts in the configuration's directory. "
-        "A file may be `.parquet` instead of `.jsonl`, or hf://datasets/OWNER/NAME@COMMIT/FILE."
+        "A file may be `.parquet` instead of `.jsonl`, or hf://datasets/OWNER/NAME@COMMIT/FILE, or "
+        "s3://BUCKET/FILE."
     )
     heldout: LocalPath | None = Field(
         None, description="A file with one task id per line: these tasks are held out, all others are for training."

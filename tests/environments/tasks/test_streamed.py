@@ -20,8 +20,10 @@ from rollmill.environments.tasks.lines import read_jsonl
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.mixed import MixedTasks
 from rollmill.environments.tasks.task_splits import TaskFileConfig
-from rollmill.errors import TaskError
+from rollmill.errors import StorageError, TaskError
+from rollmill.storage.objects import Objects
 from tests.hub import Hub, running_hub
+from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 
 def write(path: Path, count: int, **more: object) -> TaskFileConfig:
@@ -51,6 +53,25 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 
 def in_memory(config: TaskFileConfig) -> ListedTasks:
     return ListedTasks(*read_jsonl(config, lambda line: jsonl.validate(jsonl.TaskEntry, line).task()))
+
+
+def test_tasks_of_an_object_store_are_fetched_again_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**s3_environment(s3_server()), "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("rollmill.storage.fetched._PART", 1000)  # several requests
+    bucket = new_bucket()
+    url, objects = f"{bucket}/tasks.jsonl", Objects.open(bucket)
+    with pytest.raises(StorageError, match="there is no object"):
+        JsonlTasks(TaskFileConfig(path=url))
+    for count in (40, 60):
+        expected = JsonlTasks(write(tmp_path / "a.jsonl", count))
+        objects.put("tasks.jsonl", (tmp_path / "a.jsonl").read_bytes())
+        for _ in range(2):
+            found = JsonlTasks(TaskFileConfig(path=url))
+            assert [found.get(f"t{n}") for n in range(count)] == [expected.get(f"t{n}") for n in range(count)]
+    assert len(list((tmp_path / "cache" / "rollmill" / "fetched").rglob("*.jsonl"))) == 2
 
 
 def test_tasks_from_parquet_are_those_from_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, FreeJson])
 class ConversationSettings(Config):
     path: LocalPath = Field(
         description="A JSONL file, a directory of them or a glob such as `chats/*.jsonl`; "
-        "`.gz`, `.zst` and `.parquet` too. Or hf://datasets/OWNER/NAME@COMMIT/GLOB."
+        "`.gz`, `.zst` and `.parquet` too. Or hf://datasets/OWNER/NAME@COMMIT/GLOB, or s3://BUCKET/FILE."
     )
 
 

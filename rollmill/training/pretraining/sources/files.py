@@ -27,7 +27,7 @@ import blake3
 import numpy as np
 
 from rollmill.errors import ConfigError, TrainingError
-from rollmill.storage.hub import local_path
+from rollmill.storage.fetched import local_path
 from rollmill.training.pretraining.source import Documents
 from rollmill.training.pretraining.sources.unpack import DamagedFile, is_packed, unpack
 

@@ -27,7 +27,7 @@ from rollmill.training.pretraining.sources.text import TextDocuments, TextSettin
 class JsonlSettings(TextSettings):
     path: LocalPath = Field(
         description="A JSONL file, a directory of them or a glob such as `corpus/*.jsonl`; "
-        "`.gz`, `.zst` and `.parquet` too. Or hf://datasets/OWNER/NAME@COMMIT/GLOB."
+        "`.gz`, `.zst` and `.parquet` too. Or hf://datasets/OWNER/NAME@COMMIT/GLOB, or s3://BUCKET/FILE."
     )
     field: str = Field("text", min_length=1, description="The field of each line that holds the text.")
 
