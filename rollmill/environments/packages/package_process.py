@@ -130,6 +130,8 @@ class PackageProcess:
             _, late = await asyncio.wait([answer], timeout=_CANCEL_S)
             if late:
                 _kill(process.pid)
+                assert self._reading is not None
+                await asyncio.wait([self._reading])  # the next request must start another process
             raise
         finally:
             del self._waiting[number], self._calls[number]
