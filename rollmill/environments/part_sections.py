@@ -46,6 +46,7 @@ class HarnessSection(KindSection):
             "remote": "rollmill.environments.harnesses.remote:RemoteHarness",
             "verifiers": "rollmill.environments.packages.verifiers:VerifiersHarness",
             "openenv": "rollmill.environments.packages.openenv:OpenEnvHarness",
+            "harbor": "rollmill.environments.packages.harbor:HarborAgentHarness",
         },
         "rollmill.harnesses",
         default="shell",

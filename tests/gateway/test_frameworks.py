@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,18 @@ async def python() -> Path:
     return await interpreter("frameworks.txt")
 
 
-async def interpreter(packages: str) -> Path:
-    """The interpreter of an environment. The packages are installed once."""
+async def interpreter(packages: str, python: str = sys.executable) -> Path:
+    """The interpreter of an environment, made with `python`. The packages are installed once."""
     wanted = HERE / packages
-    mark = hashlib.blake2b(wanted.read_bytes() + sys.version.encode(), digest_size=6).hexdigest()
+    version = await asyncio.to_thread(subprocess.check_output, [python, "-c", "import sys; print(sys.version, end='')"])
+    mark = hashlib.blake2b(wanted.read_bytes() + version, digest_size=6).hexdigest()
     place = CACHE.parent / f"frameworks-{mark}"
     CACHE.parent.mkdir(parents=True, exist_ok=True)
     with place.with_suffix(".lock").open("w") as lock:  # tests run side by side
         await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
         if not (place / "complete").exists():
             shutil.rmtree(place, ignore_errors=True)
-            await run(sys.executable, "-m", "venv", place)
+            await run(python, "-m", "venv", place)
             options = ("-q", "--no-deps", "--no-input", "--disable-pip-version-check")
             await run(place / "bin" / "python", "-m", "pip", "install", *options, "-r", wanted)
             (place / "complete").touch()

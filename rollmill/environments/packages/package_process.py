@@ -3,6 +3,8 @@
     Rollmill ──► {"id": 3, …}                          one JSON object per line
              ◄── {"id": 3, "is": …}                    or {"id": 3, "error": "why"}
              ──► {"cancel": 3}                         nobody waits for this answer any more
+             ◄── {"id": 3, "call": 7, "what": …}       what the program asks for meanwhile
+             ──► {"reply": 7, "is": …}                 or {"reply": 7, "error": "why"}
 
 The package may need any versions of other packages. What it prints goes to the log of the role. An answer that is too
 long is an error, like an exception. If the program ends, or a request goes on after it was cancelled, the process is
@@ -20,6 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ _LONGEST = 1 << 26  # bytes of one answer; the programs have a lower limit
 _ERROR = 2000  # characters
 _LOAD_S = 1800.0  # a dataset may have to be downloaded
 _CANCEL_S = 5.0
+_MOST_CALLS = 16  # of one request at once
 _PASSED = (  # the others may be keys of judges, stores and databases, which are not the package's
     "home", "user", "logname", "lang", "lc_", "tz", "ld_library_path", "tmpdir", "xdg_", "http_proxy", "https_proxy",
     "no_proxy", "all_proxy", "ssl_cert_", "requests_ca_bundle", "hf_home", "hf_hub_cache", "hf_hub_offline",
@@ -41,7 +45,10 @@ _PASSED = (  # the others may be keys of judges, stores and databases, which are
 )  # fmt: skip
 
 
-class PackageConfig(Config):
+Reply = Callable[[Any], Awaitable[Any]]
+
+
+class InterpreterConfig(Config):
     python: LocalPath | None = Field(
         None,
         description="Python interpreter that has the environment's package, for example that of a virtual environment. "
@@ -52,6 +59,9 @@ class PackageConfig(Config):
         description="Names of environment variables that the package's process gets, for example keys of tools that it "
         "calls. Of the others it gets paths, languages, proxies, certificates and caches alone.",
     )
+
+
+class PackageConfig(InterpreterConfig):
     tasks: int = Field(1000, ge=1, description="Most tasks that are taken from the environment: it may be endless.")
     heldout_share: float = Field(
         0.1, ge=0, le=1, description="Share of the tasks that is held out, chosen by a hash of the id."
@@ -64,7 +74,7 @@ class PackageConfig(Config):
 class PackageProcess:
     """One per harness: it answers the requests of all episodes. `what` names the environment in errors."""
 
-    def __init__(self, what: str, config: PackageConfig, program: str, order: dict[str, Any]) -> None:
+    def __init__(self, what: str, config: InterpreterConfig, program: str, order: dict[str, Any]) -> None:
         """`order` is the program's first line: what it should do from then on."""
         self._what, self._order, self._variables = what, order, config.variables
         programs = [str(Path(__file__).with_name(name)) for name in ("program.py", program)]
@@ -73,6 +83,8 @@ class PackageProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._replies: dict[int, Reply] = {}
+        self._calls: dict[int, set[asyncio.Task[None]]] = {}
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
 
@@ -97,12 +109,19 @@ class PackageProcess:
         except (OSError, ValueError) as error:
             raise TaskError(f"{self._what}: {error}"[:_ERROR], hint="`python` names its interpreter") from None
 
-    async def ask(self, request: dict[str, Any]) -> Any:
-        """The answer to a request. HarnessError if it fails. A caller that is cancelled ends the request."""
+    async def ask(self, request: dict[str, Any], reply: Reply | None = None) -> Any:
+        """The answer to a request. HarnessError if it fails. A caller that is cancelled ends the request.
+
+        `reply` answers what the program asks for meanwhile. The program is told of its OSError and ValueError; any
+        other error, as of a machine that has ended, fails the request.
+        """
         async with self._starting:
             process = await self._started()
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        calls = self._calls[number] = set()
+        if reply is not None:
+            self._replies[number] = reply
         try:
             await _write(process, {"id": number, **request})
             return self._value(await asyncio.shield(answer))
@@ -111,9 +130,15 @@ class PackageProcess:
             _, late = await asyncio.wait([answer], timeout=_CANCEL_S)
             if late:
                 _kill(process.pid)
+                assert self._reading is not None
+                await asyncio.wait([self._reading])  # the next request must start another process
             raise
         finally:
-            del self._waiting[number]
+            del self._waiting[number], self._calls[number]
+            self._replies.pop(number, None)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def close(self) -> None:
         if self._process is not None and self._reading is not None:
@@ -141,9 +166,13 @@ class PackageProcess:
                     why = answer["error"]
                     break
                 waiting = self._waiting.get(answer["id"])
-                if waiting is not None and not waiting.done():
+                if waiting is None or waiting.done():
+                    continue
+                if "call" in answer:
+                    self._begin_call(process, answer)
+                else:
                     waiting.set_result(answer)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             why = f"its process wrote what is no answer: {error}"
         _kill(process.pid)
         code = await process.wait()
@@ -151,6 +180,27 @@ class PackageProcess:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_result({"error": f"{why}, {_exit(code)}"})
+
+    def _begin_call(self, process: asyncio.subprocess.Process, asked: dict[str, Any]) -> None:
+        number, calls = asked["id"], self._calls[asked["id"]]
+        if number not in self._replies or len(calls) >= _MOST_CALLS:
+            raise ValueError(f"more than {_MOST_CALLS if number in self._replies else 0} calls at once")
+        call = asyncio.create_task(self._reply(process, asked, self._replies[number], self._waiting[number]))
+        calls.add(call)
+        call.add_done_callback(calls.discard)
+
+    async def _reply(
+        self, process: asyncio.subprocess.Process, asked: dict[str, Any], reply: Reply, waiting: asyncio.Future[Any]
+    ) -> None:
+        try:
+            said = {"is": await reply(asked.get("what"))}
+        except (OSError, ValueError) as error:
+            said = {"error": f"{type(error).__name__}: {error}"[:_ERROR]}
+        except Exception as error:
+            if not waiting.done():
+                waiting.set_exception(error)
+            return
+        await _write(process, {"reply": asked["call"], **said})
 
     def _value(self, answer: dict[str, Any]) -> Any:
         if "error" not in answer:

@@ -3,12 +3,14 @@
     python -P program.py PATH      PATH is a Python file with `opened`
 
 `opened(order)` is an asynchronous context with a function that makes the answer to a request. Answers are made side by
-side.
+side. `await request["call"](what)` asks Rollmill for something meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import os
 import runpy
@@ -50,11 +52,26 @@ def serve(opened: Open) -> None:
 async def _serve(opened: Open, say: Callable[[dict[str, Any]], None]) -> None:
     lines = _lines()
     running: dict[int, asyncio.Task[None]] = {}
+    calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+    numbers = itertools.count()
+
+    async def call(request: int, what: Any) -> Any:
+        number = next(numbers)
+        waiting = calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            say({"id": request, "call": number, "what": what})
+            said = await waiting
+        finally:
+            del calls[number]
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        return said["is"]
+
     async with opened(await anext(lines)) as answer:
 
         async def reply(request: dict[str, Any]) -> None:
             try:
-                said = {"is": await answer(request)}
+                said = {"is": await answer({**request, "call": functools.partial(call, request["id"])})}
             except asyncio.CancelledError:
                 said = {"error": "cancelled"}
             except Exception as error:
@@ -63,7 +80,11 @@ async def _serve(opened: Open, say: Callable[[dict[str, Any]], None]) -> None:
             del running[request["id"]]
 
         async for request in lines:
-            if "cancel" not in request:
+            if "reply" in request:
+                waiting = calls.get(request["reply"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(request)
+            elif "cancel" not in request:
                 running[request["id"]] = asyncio.create_task(reply(request))
             elif request["cancel"] in running:
                 running[request["cancel"]].cancel()
