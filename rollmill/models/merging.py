@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.adapters import SCALE, is_adapter
-from rollmill.models.quantize import CODES, host_tensor, place
+from rollmill.models.kernels.forms import is_quantised
+from rollmill.models.quantize import CODES, dequantised, host_tensor, place
 from rollmill.weights.format.tensors import HostTensor
 
 _HOST = torch.device("cpu")
@@ -37,8 +38,11 @@ def adapted_names(names: Mapping[str, object]) -> list[str]:
 def merged(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """The weights of a version with what its adapter adds, rounded to the version's type."""
     found = {name: tensors[name] for name in without_adapter(tensors)}
-    scale = _scale(tensors)
-    for name in adapted_names(tensors):
+    scale, names = _scale(tensors), adapted_names(tensors)
+    lacks = [each for name in names for each in (name, name + _B, SCALE) if each not in tensors]
+    if lacks:
+        raise WeightsError(f"the adapter of {names[0]} is not whole: there is no {lacks[0]}", hint="copy it again")
+    for name in names:
         weight = tensors[name]
         if weight.dtype in CODES:
             raise WeightsError(
@@ -50,6 +54,11 @@ def merged(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
         added = a @ b if a.dim() == 3 else b @ a  # experts are [in, out]
         found[name] = host_tensor(values.float().add_(added, alpha=scale), weight.dtype, values.dtype)
     return found
+
+
+def plain(tensors: Mapping[str, HostTensor], form: str) -> Mapping[str, HostTensor]:
+    """A version as numbers, without codes and without an adapter."""
+    return merged(dequantised(tensors) if is_quantised(form) else tensors)
 
 
 def _scale(tensors: Mapping[str, Tensor] | Mapping[str, HostTensor]) -> float:

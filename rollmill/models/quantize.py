@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 
 from rollmill.errors import WeightsError
+from rollmill.models.adapters import SCALE as ADAPTER_SCALE
+from rollmill.models.adapters import is_adapter
 from rollmill.models.kernels.quantised import fp8, nvfp4
 from rollmill.weights.format.manifest import TensorEntry
 from rollmill.weights.format.tensors import HostTensor
 
 SCALE, POWER = ".scale", ".scale2"
-_KEPT_WIDE = (".router.bias", "adapter_scale")
+_KEPT_WIDE = (".router.bias", ADAPTER_SCALE)
 _DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -43,7 +45,7 @@ _PIECE = 1 << 24  # elements quantised at once: bounds the extra memory to a few
 def quantises(name: str, tensor: Tensor) -> bool:
     """Whether a quantised form has codes for this parameter: for the matrices of the layers except the router and
     adapters."""
-    return name.startswith("layers.") and tensor.dim() > 1 and ".router." not in name and "_adapter." not in name
+    return name.startswith("layers.") and tensor.dim() > 1 and ".router." not in name and not is_adapter(name)
 
 
 def owner(name: str) -> str:

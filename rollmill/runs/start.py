@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.errors import ConfigError
+from rollmill.models.config import ModelConfig, with_adapter
 from rollmill.runs.configuration.settings import Start
 from rollmill.runs.import_checkpoint import TOKENIZER
 from rollmill.runs.opening import open_run
@@ -29,7 +30,7 @@ def check_start(config: RunConfig) -> None:
     """Check that the version is there and is of the run's model. Reads no weights."""
     assert config.start is not None
     _find(config.start)
-    other = open_run(Path(config.start.run)).config.model_of(config.start.parsed.line)
+    other = with_adapter(_model(config.start), None)
     shortened = other.model_copy(update={"max_context": min(other.max_context, config.model.max_context)})
     if shortened != config.model:
         differ = [name for name in type(other).model_fields if getattr(shortened, name) != getattr(config.model, name)]
@@ -48,15 +49,16 @@ def import_start(config: RunConfig, weights: WeightStore) -> Version:
         return version
     source, manifest, companions = _find(config.start)
     tensors = source.load(manifest.version, manifest.form)
-    if manifest.form != FORM:
-        from rollmill.models.quantize import dequantised  # torch
+    form, adapted = manifest.form, _model(config.start).adapter is not None
+    if form != FORM or adapted:
+        from rollmill.models.merging import plain  # torch
 
-        tensors = dict(dequantised(tensors))
+        tensors = dict(plain(tensors, form))
     keep_companions(weights.objects, version.line, companions)
     origin = {
         "run": config.start.id,
         "version": str(manifest.version),
-        "form": manifest.form,
+        "form": FORM if adapted else form,  # with what an adapter adds, these are not the form's numbers
         "digest": manifest.digest,
     }
     published = Publisher(weights, version.line, FORM).publish(version.number, tensors, None, {"imported_from": origin})
@@ -70,6 +72,10 @@ def import_start(config: RunConfig, weights: WeightStore) -> Version:
         digest=published.digest,
     )
     return version
+
+
+def _model(start: Start) -> ModelConfig:
+    return open_run(Path(start.run)).config.model_of(start.parsed.line)
 
 
 def _find(start: Start) -> tuple[WeightStore, Manifest, dict[str, bytes]]:

@@ -192,6 +192,14 @@ def test_what_a_model_does_not_have_cannot_be_adapted(change: dict[str, Any], ta
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_an_adapter_that_is_not_whole_is_named(name: str) -> None:
+    tensors = to_host(begun(MODELS[name]).state_dict())
+    for lost in (SCALE, "layers.0.qkv_adapter.b", "layers.0.qkv"):
+        with pytest.raises(WeightsError, match=f"not whole: there is no {lost}"):
+            merged({each: tensors[each] for each in tensors if each != lost})
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_an_adapter_is_counted(name: str) -> None:
     for targets in (("attention", "mlp", "experts"), ("mlp",), ("experts", "attention")):
         model = with_adapter(MODELS[name], Adapter(rank=16, targets=targets))

@@ -12,8 +12,11 @@ from rollmill.cli.target import start_settings
 from rollmill.config import load_config
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.launch.roles import trainer
+from rollmill.models.adapters import trained
 from rollmill.models.decoder import Decoder
 from rollmill.models.host_tensors import load_host, to_host
+from rollmill.models.merging import merged
+from rollmill.models.quantize import dequantised
 from rollmill.runs.import_checkpoint import TOKENIZER
 from rollmill.runs.opening import describe_run
 from rollmill.runs.preflight import check_here
@@ -36,9 +39,10 @@ def other_run(root: Path, form: str = "bf16", *overrides: str) -> RunDirectory:
     run = published_run(root, 0, f"form={form}", *overrides)
     objects = Objects.open(run.home_store)
     keep_companions(objects, "midtrain", {TOKENIZER: run.tokenizer.read_bytes(), "config.json": b"{}"})
-    model, publisher = Decoder(run.config.model, form=form), Publisher(WeightStore(objects), "rl", form)
-    model.initialise(9)
-    Publisher(WeightStore(objects), "midtrain", form).publish(0, to_host(model.state_dict(), form))
+    base, model = (Decoder(run.config.model_of(line), form=form) for line in ("midtrain", "rl"))
+    publisher = Publisher(WeightStore(objects), "rl", form)
+    base.initialise(9)
+    Publisher(WeightStore(objects), "midtrain", form).publish(0, to_host(base.state_dict(), form))
     for number in range(3):
         model.initialise(number)
         publisher.publish(number, to_host(model.state_dict(), form), Version("midtrain", 0) if not number else None)
@@ -81,6 +85,27 @@ def test_a_version_of_another_run_is_imported_with_what_belongs_to_it(
     first = Publisher(store, "rl").publish(0, to_host(again.state_dict()), version)
     assert trace_lineage(store, "rl").position(version.line, number) == 0
     assert companions_of(store, first).keys() == {TOKENIZER, "config.json"}
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_what_an_adapter_adds_is_in_the_weights_that_are_imported(form: str, tmp_path: Path) -> None:
+    other = other_run(tmp_path, form, "stages.rl.training.adapter.rank=8")
+    model, store = Decoder(other.config.model_of("rl"), form=form), WeightStore(Objects.open(other.home_store))
+    model.initialise(5)
+    for parameter in trained(model).values():
+        parameter.data += 0.1
+    tensors = to_host(model.state_dict(), form)
+    Publisher(store, "rl", form).publish(3, tensors)
+    run = next_run(tmp_path, other, "rl@3", f"form={form}")
+    assert run.config.model == other.config.model and run.config.model.adapter is None
+    trainer.main(run)
+    imported = WeightStore(Objects.open(run.home_store))
+    found = imported.load(Version(f"{other.id}-rl", 3))
+    expected = merged(dequantised(tensors) if form == "fp8" else tensors)
+    assert {name: each.data.tobytes() for name, each in found.items()} == {
+        name: each.data.tobytes() for name, each in expected.items()
+    }
+    assert imported.manifest(Version(f"{other.id}-rl", 3)).metadata["imported_from"]["form"] == "bf16"
 
 
 def test_a_run_of_another_host_is_named_by_the_url_of_its_objects(

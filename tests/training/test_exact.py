@@ -87,6 +87,18 @@ every_model = pytest.mark.parametrize(
 )
 
 
+FORMS = [
+    pytest.param(DENSE, "bf16", id="dense"),
+    pytest.param(MIXTURE, "bf16", id="mixture"),
+    pytest.param(LATENT, "bf16", id="latent"),
+    pytest.param(DENSE, "fp8", id="dense-fp8"),
+    pytest.param(MIXTURE, "fp8", id="mixture-fp8"),
+    pytest.param(MIXTURE, "nvfp4", id="mixture-nvfp4"),
+    pytest.param(ADAPTED, "bf16", id="adapted"),
+    pytest.param(ADAPTED, "fp8", id="adapted-fp8"),
+]
+
+
 def make_update(model: ModelConfig, number: int, form: str) -> Update:
     decoder = Decoder(model)
     decoder.initialise(number)
@@ -217,21 +229,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("model", "form"),
-    [
-        (DENSE, "bf16"),
-        (MIXTURE, "bf16"),
-        (TURNED, "bf16"),
-        (LATENT, "bf16"),
-        (DENSE, "fp8"),
-        (MIXTURE, "fp8"),
-        (MIXTURE, "nvfp4"),
-        (ADAPTED, "bf16"),
-        (ADAPTED, "fp8"),
-    ],
-    ids=["dense", "mixture", "turned", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4", "adapted", "adapted-fp8"],
-)
+@pytest.mark.parametrize(("model", "form"), [*FORMS, pytest.param(TURNED, "bf16", id="turned")])
 async def test_no_bit_differs(model: ModelConfig, form: str, two_threads: None) -> None:
     updates = [make_update(model, number, form) for number in range(VERSIONS)]
     turns = await sample(model, updates)
@@ -277,20 +275,7 @@ async def test_tokens_do_not_depend_on_what_else_is_decoded() -> None:
 
 
 @cuda
-@pytest.mark.parametrize(
-    ("model", "form"),
-    [
-        (DENSE, "bf16"),
-        (MIXTURE, "bf16"),
-        (LATENT, "bf16"),
-        (DENSE, "fp8"),
-        (MIXTURE, "fp8"),
-        (MIXTURE, "nvfp4"),
-        (ADAPTED, "bf16"),
-        (ADAPTED, "fp8"),
-    ],
-    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4", "adapted", "adapted-fp8"],
-)
+@pytest.mark.parametrize(("model", "form"), FORMS)
 async def test_no_bit_differs_on_hopper(model: ModelConfig, form: str) -> None:
     """Large micro-batches take other kernels than small ones."""
     updates = [make_update(model, number, form) for number in range(VERSIONS)]

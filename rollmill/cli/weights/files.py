@@ -241,14 +241,10 @@ def _as_checkpoint(
     layout, quantised = _layout(companions.get("config.json")), policy.form in QUANTISED_FORMS
     adapted = SCALE in tensors
     with contextlib.ExitStack() as stack:
-        if adapted:
-            from rollmill.models.merging import merged  # torch
+        if quantised or adapted:
+            from rollmill.models.merging import plain  # torch
 
-            tensors = merged(tensors)
-        if quantised:
-            from rollmill.models.quantize import dequantised  # torch
-
-            tensors, policy = dequantised(tensors), replace(policy, form="bf16")
+            tensors, policy = plain(tensors, policy.form), replace(policy, form="bf16" if quantised else policy.form)
         if layout is not None:
             from rollmill.models.huggingface.served import checkpoint_tensors  # torch
 

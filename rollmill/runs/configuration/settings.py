@@ -236,6 +236,7 @@ class RunConfig(Config):
         if isinstance(start, dict) and isinstance(start.get("run"), str):
             line = str(start.get("version")).rpartition("@")[0]
             model = validate_config(cls, saved_config(Path(start["run"])), start["run"]).model_of(line)
+            model = with_adapter(model, None)  # what it adds goes into the weights
             return {**tree, **shortened(model.model_dump(mode="json"), given, f"the run {start['run']}")}
         return tree
 
